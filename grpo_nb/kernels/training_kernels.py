@@ -164,8 +164,6 @@ def _combine(
     first,
     count,
     K: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     PART: tl.constexpr,
     ADD: tl.constexpr,
     BN: tl.constexpr,
@@ -182,11 +180,11 @@ def _combine(
             row, here = row - first, inside & (at >= 0) & (at < count)
             changed = changed | here
         v = tl.load(y + row * N + n, mask=here, other=0.0).to(tl.float32)
-        if HAS_BIAS:
+        if bias is not None:
             v += tl.load(
                 bias + tl.load(indices + t * K + k).to(tl.int64) * N + n, mask=here, other=0.0
             ).to(tl.float32)
-        if HAS_WEIGHTS:
+        if weights is not None:
             v *= tl.load(weights + t * K + k).to(tl.float32)
         total += v
     if ADD:  # a token without a row here costs no traffic
@@ -200,12 +198,11 @@ def combine(y, place, weights=None, indices=None, bias=None, first=0, out=None):
     "`experts_grouped.combine` as one kernel; sums are float32."
     (T, K), N, add = place.shape, y.shape[1], out is not None
     out = out if add else torch.empty(T, N, dtype=torch.float32, device=y.device)
-    weights, indices = (place if t is None else t.contiguous() for t in (weights, indices))
+    weights, indices = (t if t is None else t.contiguous() for t in (weights, indices))
     if T:
-        part, given = add or len(y) < place.numel(), (y, place, weights, indices)
-        given = *given, y if bias is None else bias, out, N, first, len(y)
-        flags = dict(HAS_WEIGHTS=weights is not place, HAS_BIAS=bias is not None, ADD=add)
-        _combine[(T, triton.cdiv(N, 1024))](*given, K=K, PART=part, **flags, BN=1024, num_warps=4)
+        given = y, place, weights, indices, bias, out, N, first, len(y)
+        flags = dict(PART=add or len(y) < place.numel(), ADD=add)
+        _combine[(T, triton.cdiv(N, 1024))](*given, K=K, **flags, BN=1024, num_warps=4)
     return out
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #3f7469f0
@@ -373,8 +370,6 @@ def _softmax(
     V,
     factor,
     slope,
-    HAS_GRADS: tl.constexpr,
-    HAS_ENTROPY: tl.constexpr,
     BV: tl.constexpr,
 ):
     "A row: its log-prob, its entropy, and the gradient in place of the logits."
@@ -390,7 +385,7 @@ def _softmax(
         )
         new = tl.maximum(largest, z)
         fade, share = tl.exp(largest - new), tl.exp(z - new)
-        if HAS_ENTROPY:
+        if entropies is not None:
             moment = fade * (moment + total * (largest - new)) + tl.where(
                 share == 0, 0.0, share * (z - new)
             )
@@ -399,7 +394,7 @@ def _softmax(
     top = tl.max(largest, 0)
     fade = tl.exp(largest - top)
     whole = tl.sum(total * fade, 0)
-    if HAS_ENTROPY:
+    if entropies is not None:
         tl.store(
             entropies + row,
             tl.log(whole)
@@ -413,7 +408,7 @@ def _softmax(
         tl.load(logits + i, mask=(i >= 0) & (i < V), other=float("nan")).to(tl.float32) * factor
         - lse,
     )
-    if HAS_GRADS:
+    if grads is not None:
         g = tl.load(grads + row).to(tl.float32) * slope
         tl.debug_barrier()  # the token's logit is read before it is overwritten
         last = (V - 1) // BV * BV
@@ -445,11 +440,9 @@ def softmax_chunk(
     logps = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
     entropies = torch.empty_like(logps) if entropy else None
     if len(logits):
-        upstream = logps if grads is None else grads.contiguous()
-        given = logits, index, upstream, logps, logps if entropies is None else entropies
+        grads = grads if grads is None else grads.contiguous()
         numbers = logits.shape[1], scale / temperature, scale / temperature
-        flags = dict(HAS_GRADS=grads is not None, HAS_ENTROPY=entropy)
-        _softmax[(len(logits),)](*given, *numbers, **flags, **_CONSTANTS)
+        _softmax[(len(logits),)](logits, index, grads, logps, entropies, *numbers, **_CONSTANTS)
     return logps, entropies
 
 
@@ -458,7 +451,5 @@ def compile_softmax(
     V: int,  # tokens of the vocabulary
 ) -> None:
     "Compile the kernel for log-probs alone, for the present card."
-    pointers = dtype, torch.int64, torch.float32, torch.float32, torch.float32
-    _softmax.warmup(
-        *pointers, V, 1.0, 1.0, HAS_GRADS=False, HAS_ENTROPY=False, **_CONSTANTS, grid=(1,)
-    )
+    pointers = dtype, torch.int64, None, torch.float32, None
+    _softmax.warmup(*pointers, V, 1.0, 1.0, **_CONSTANTS, grid=(1,))
