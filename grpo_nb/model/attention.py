@@ -97,9 +97,8 @@ def compiled_flex() -> Callable:  # of the same arguments
 
 def _as_with_gradients(form, q, k, v, sinks, block, scale):
     "The form that has a backward pass, also where no gradient is asked for."
-    wanted = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, sinks)
-    )
+    given = (x for x in (q, k, v, sinks) if x is not None)
+    wanted = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     with torch.enable_grad():
         heads = (
             x if wanted and x.requires_grad else x.detach().requires_grad_() for x in (q, k, v)
@@ -197,9 +196,8 @@ def _kernel_shares_keys(q, k, v):
     if not q.is_cuda:
         return False
     asked = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, True)
-    return torch.backends.cuda.can_use_cudnn_attention(
-        asked
-    ) or torch.backends.cuda.can_use_flash_attention(asked)
+    by_cudnn = torch.backends.cuda.can_use_cudnn_attention(asked)
+    return by_cudnn or torch.backends.cuda.can_use_flash_attention(asked)
 
 
 def _linear_kernels(q, masked):
@@ -327,9 +325,8 @@ def _query_chunks(q, k, v, sinks, mask, scale):
     """Any mask, some rows of it at a time. Every tensor that a chunk reads is its argument: what a
     checkpointed function closes over lives until the backward pass."""
     D, Lk = q.shape[-1], k.shape[2]
-    keys = torch.cat(
-        [_sink_key(k).expand(*k.shape[:2], -1, -1), _extend_keys(k, None)], 2
-    )  # (B, Hk, 1 + Lk, width)
+    sink = _sink_key(k).expand(*k.shape[:2], -1, -1)
+    keys = torch.cat([sink, _extend_keys(k, None)], 2)  # (B, Hk, 1 + Lk, width)
     values = F.pad(v, (0, _value_width(q) - D, 1, 0))
     sequence = torch.arange(1 if mask.pad_lens is None else len(q), device=q.device)[:, None, None]
 
@@ -816,9 +813,8 @@ def _left_padding(attention_mask, kv_offset):
     pad_lens = pad_lens.clamp(min=0)
     if torch.compiler.is_compiling() or (real.is_cuda and torch.cuda.is_current_stream_capturing()):
         return pad_lens
-    padded, holes = torch.stack(
-        [(pad_lens > 0).any(), ((count > 0) & (last - first + 1 != count)).any()]
-    ).tolist()
+    holes = (count > 0) & (last - first + 1 != count)
+    padded, holes = torch.stack([(pad_lens > 0).any(), holes.any()]).tolist()
     if holes:
         raise ValueError(
             "attention_mask has a 0 between two 1s of a sequence, and this attention knows "

@@ -275,10 +275,8 @@ def compare_layers(
     stay in memory until the end."""
     _check_alike(model_a, model_b)
     inputs, real = _model_inputs(inputs)
-    on_b = {
-        name: x.to(next(model_b.parameters()).device) if torch.is_tensor(x) else x
-        for name, x in inputs.items()
-    }
+    device = next(model_b.parameters()).device
+    on_b = {name: x.to(device) if torch.is_tensor(x) else x for name, x in inputs.items()}
     with _evaluating(model_a, model_b):
         a = _run_own(model_a, inputs, real, gradients)
         own = _run_own(model_b, on_b, real.to(on_b["input_ids"].device), gradients)

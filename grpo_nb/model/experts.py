@@ -114,15 +114,12 @@ def gathered_experts(hidden, indices, weights, experts, dtype):
     batched product for all pairs. No sort, and no wait for the device."""
     (T, K), ids, w = indices.shape, indices.reshape(-1), experts
     x = hidden.to(dtype).repeat_interleave(K, dim=0)[:, None]  # (P, 1, H), P = T * K pairs
-    gate_up = _gathered_linear(
-        x, ids, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype
-    )  # (P, 1, 2I)
+    first, second = (w.gate_up, w.gate_up_bias, w.gate_up_lora), (w.down, w.down_bias, w.down_lora)
+    gate_up = _gathered_linear(x, ids, *first, dtype)  # (P, 1, 2I)
     if dtype == torch.float16:
         gate_up = gate_up.clamp(-65504.0, 65504.0)
     activation = swiglu(gate_up, w.alpha, w.limit)
-    y = _gathered_linear(
-        activation, ids, w.down, w.down_bias, w.down_lora, _answer_dtype(dtype)
-    )  # (P, 1, H)
+    y = _gathered_linear(activation, ids, *second, _answer_dtype(dtype))  # (P, 1, H)
     y = y.to(at_least_float32(dtype)).view(T, K, -1)  # (T, K, H)
     return (y * weights.to(y.dtype)[..., None]).sum(1).to(hidden.dtype)
 
@@ -143,15 +140,11 @@ def looped_experts(hidden, indices, weights, experts, dtype):
     w, (ids, order) = experts, indices.flatten().sort(stable=True)  # (P,) each
     spans = [(e, count) for e, count in enumerate(torch.bincount(ids).tolist()) if count]
     x = hidden.to(dtype).index_select(0, order // indices.shape[1])  # (P, H)
-    gate_up = clamp_float16_(
-        _looped_linear(x, spans, w.gate_up, w.gate_up_bias, w.gate_up_lora, dtype)
-    )  # (P, 2I)
+    first, second = (w.gate_up, w.gate_up_bias, w.gate_up_lora), (w.down, w.down_bias, w.down_lora)
+    gate_up = clamp_float16_(_looped_linear(x, spans, *first, dtype))  # (P, 2I)
     activation = swiglu(gate_up, w.alpha, w.limit)
-    y = _looped_linear(
-        activation, spans, w.down, w.down_bias, w.down_lora, _answer_dtype(dtype)
-    )  # (P, H)
+    y = _looped_linear(activation, spans, *second, _answer_dtype(dtype))  # (P, H)
     wide = at_least_float32(dtype)
     place = order.argsort().view(indices.shape)  # (T, K) the row of each pair
-    return F.embedding_bag(place, y.to(wide), mode="sum", per_sample_weights=weights.to(wide)).to(
-        hidden.dtype
-    )
+    shares = dict(mode="sum", per_sample_weights=weights.to(wide))
+    return F.embedding_bag(place, y.to(wide), **shares).to(hidden.dtype)

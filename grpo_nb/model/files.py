@@ -115,9 +115,8 @@ def naming_a_full_disk(
     except DiskFull:
         raise
     except Exception as error:
-        place = next(
-            p for p in (Path(folder).absolute(), *Path(folder).absolute().parents) if p.is_dir()
-        )
+        whole = Path(folder).absolute()
+        place = next(p for p in (whole, *whole.parents) if p.is_dir())
         if not is_disk_full(error, place):
             raise
         free = shutil.disk_usage(place).free / 2**20

@@ -323,14 +323,11 @@ def _block_mask(mask, size, rules):
     """Which blocks are partly or wholly visible, from both sides: the keys of each block of
     queries, and the queries of each block of keys."""
     pad, offset = _padding(mask), _int32(mask.offset)
-    found = {
-        "kv": _key_blocks(mask, size, pad, offset),
-        "q": _query_blocks(mask, size, pad, offset),
-    }
-    names = ("{}_num_blocks", "{}_indices", "full_{}_num_blocks", "full_{}_indices")
-    tensors = {
-        name.format(side): x for side, lists in found.items() for name, x in zip(names, lists)
-    }
+    tensors = {}
+    for side, blocks in (("kv", _key_blocks), ("q", _query_blocks)):
+        names = f"{side}_num_blocks", f"{side}_indices"
+        names += f"full_{side}_num_blocks", f"full_{side}_indices"
+        tensors |= zip(names, blocks(mask, size, pad, offset))
     return BlockMask(
         seq_lengths=(mask.q_len, mask.kv_len),
         BLOCK_SIZE=(size, size),

@@ -518,15 +518,9 @@ def released_shape(
     )
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #6608b400
-FORMATS = (
-    "bf16",
-    "fp16",
-    "fp32",
-    "mxfp4",
-    "nf4",
-    "mxfp4+nf4",  # experts in MXFP4, attention in NF4
-    "fp8",  # all matrices of the layers in float8, with a scale for each row
-)
+# mxfp4+nf4: experts in MXFP4, attention in NF4; fp8: all matrices of the layers in float8, with a
+# scale for each row
+FORMATS = ("bf16", "fp16", "fp32", "mxfp4", "nf4", "mxfp4+nf4", "fp8")
 
 
 def weight_bits(
@@ -680,9 +674,8 @@ def kv_bytes(
         return rows * context * token * (shape.layers - windows.count(0)) + states
     shared, prompts = prompt // limits.PAGE, -(-rows // group)
     pages = 1 + prompts * shared + rows * (-(-max(context - 1, 1) // limits.PAGE) - shared)
-    return states + token * (
-        windows.count(None) * pages * limits.PAGE + (rows + 1) * sum(w for w in windows if w)
-    )
+    full, sliding = windows.count(None) * pages * limits.PAGE, sum(w for w in windows if w)
+    return states + token * (full + (rows + 1) * sliding)
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #6c46aafb
 @dataclass(frozen=True)

@@ -279,9 +279,9 @@ def ask(
 ) -> tuple[list[float], str]:
     "Ask a reward function, as the trainer does."
     count = len(given["completions"])
-    answer = call_within(
-        None if isinstance(function, IsolatedReward) else timeout_s, function, given
-    )  # an isolated one has a limit of its own
+    # an isolated one has a limit of its own
+    limit = None if isinstance(function, IsolatedReward) else timeout_s
+    answer = call_within(limit, function, given)
     if inspect.isawaitable(answer):
         [answer] = run_coroutines([answer], timeout_s)
     if isinstance(answer, TooLate):
@@ -310,9 +310,8 @@ def ask(
 def explainer(function: Callable) -> Callable | None:  # explain(text, **row); None: it has none
     """The explanation of a reward function: its own, that of the object whose method it is, or
     that of the function it wraps."""
-    own = getattr(function, "explain", None) or getattr(
-        getattr(function, "__self__", None), "explain", None
-    )
+    of_object = getattr(getattr(function, "__self__", None), "explain", None)
+    own = getattr(function, "explain", None) or of_object
     if callable(own):
         return own
     inner, settings = getattr(function, "func", None), getattr(function, "keywords", {})
