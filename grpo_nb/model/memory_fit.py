@@ -696,10 +696,8 @@ def with_slices(
     fixed |= {"adapters": 0, "copies": there.copies_in_training + computing}
     if step.sampler == "vllm":
         fixed |= drawing(step, rows)
-    moments = {
-        moment: with_rest(parts, fixed)
-        for moment, parts in with_gradients(step, slice_tokens).items()
-    }
+    passes = with_gradients(step, slice_tokens).items()
+    moments = {moment: with_rest(parts, fixed) for moment, parts in passes}
     host = {
         "process": HOST_PROCESS,
         "embedding": there.embedding,

@@ -383,9 +383,8 @@ class OffloadedLayers:
         check_layers(base)
         modules = [m for m in base.modules() if hasattr(m, "gradient_checkpointing")]
         self.store, self.release_store, self.attention_from = store, release, attention_from
-        self.earlier = [
-            (m, {name: vars(m)[name] for name in CHECKPOINTING if name in vars(m)}) for m in modules
-        ]
+        held = ({n: vars(m)[n] for n in CHECKPOINTING if n in vars(m)} for m in modules)
+        self.earlier = list(zip(modules, held))
         self.contexts, self.random = checkpoint_contexts(base), draws_numbers(base)
         base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=self)
 
@@ -480,11 +479,8 @@ def offload_hidden(
 
     @functools.cache  # computed at the first saved tensor, when the device has work to do
     def weights():
-        return {
-            p.untyped_storage().data_ptr()
-            for p in _outside_layers(model)
-            if type(p.data) is torch.Tensor
-        }
+        plain = (p for p in _outside_layers(model) if type(p.data) is torch.Tensor)
+        return {p.untyped_storage().data_ptr() for p in plain}
 
     def pack(x):
         stays = type(x) is not torch.Tensor or x.nbytes < min_bytes

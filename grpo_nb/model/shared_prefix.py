@@ -50,9 +50,8 @@ class Sharing:
         x: torch.Tensor,  # (U, ...) an entry for each prompt
     ) -> torch.Tensor:  # (B, ...)
         "Give each completion its prompt's entry; gradients are summed, always in the same order."
-        return torch.cat(
-            [x[u : u + 1].expand(count, *x.shape[1:]) for u, count in enumerate(self.groups)]
-        )
+        each = enumerate(self.groups)
+        return torch.cat([x[u : u + 1].expand(count, *x.shape[1:]) for u, count in each])
 
     # (mask among the prompts' tokens, mask of completions on their prompt and themselves)
     def masks(
@@ -91,9 +90,8 @@ class Sharing:
     ) -> torch.Tensor:  # (1, heads, N, D)
         "The inverse of `in_rectangles`: the row of tokens, without padding."
         both = (of_prompts, self.prompt_places), (of_completions, self.completion_places)
-        return torch.cat(
-            [x.transpose(0, 1).flatten(1, 2).index_select(1, places) for x, places in both], 1
-        )[None]
+        rows = [x.transpose(0, 1).flatten(1, 2).index_select(1, places) for x, places in both]
+        return torch.cat(rows, 1)[None]
 
     def attend(
         self,

@@ -146,15 +146,8 @@ def _fetch(name, revision, token):
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=revision,
-                token=token,
-                allow_patterns=WANTED,
-                ignore_patterns=NOT_WANTED,
-            )
-        )
+        which = dict(allow_patterns=WANTED, ignore_patterns=NOT_WANTED)
+        return Path(snapshot_download(name, revision=revision, token=token, **which))
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -560,9 +553,8 @@ def nf4(
             "leave attention_4bit or load_in_4bit out (the experts of a gpt-oss need no "
             "bitsandbytes)"
         ) from error
-    return Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(
-        weight.device
-    )
+    kind = dict(compress_statistics=True, quant_type="nf4")
+    return Params4bit(weight, requires_grad=False, **kind).to(weight.device)
 
 
 def pack_dense(dense: torch.Tensor, device: torch.device, dtype: torch.dtype) -> PackedWeight:

@@ -482,9 +482,8 @@ def _host(plan):
     once, cards = each.pop(UNTIL_CUT, 0), plan.setup.cards
     size, kept = sum(each.values()), ", ".join(f"{name} {x:.1f}" for name, x in each.items())
     several = f", and as much for each card: {cards * size:.1f} GiB in all" if cards > 1 else ""
-    reads = (
-        f". Until it is cut, the first process has the model too: {once:.1f} GiB" if once else ""
-    )
+    reads = f". Until it is cut, the first process has the model too: {once:.1f} GiB"
+    reads = reads * bool(once)
     return f"Host memory: {size:.1f} GiB ({kept}){several}{reads}."
 
 # %% ../../nbs/planning/01_plan.ipynb #56621950
@@ -923,9 +922,8 @@ def advise(plan: Plan) -> list[Advice]:  # empty if the plan fits, or if nothing
     chosen = switches_for(plan)
     order, now = _by_saving(plan, chosen)
     found, cheap = _one_by_one(plan, order), _one_by_one(plan, chosen)
-    helps = all(a.saves > 0 for a in found) and (
-        not cheap or now.fits or now.peak <= cheap[-1].plan.peak
-    )
+    as_far = not cheap or now.fits or now.peak <= cheap[-1].plan.peak
+    helps = all(a.saves > 0 for a in found) and as_far
     return found if helps else cheap  # switches that only help together stay in that order
 
 # %% ../../nbs/planning/01_plan.ipynb #7e25ab0e

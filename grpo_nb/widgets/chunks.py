@@ -36,12 +36,10 @@ def _draw_pieces(axes, batch, length, mini_batch, logit_chunk_multiplier):
     for i, (first, last) in enumerate(zip(edges, edges[1:])):
         left = 1.5 * i
         for sequence in range(first, last):
-            axes.add_patch(
-                Rectangle((left, sequence - first), 1, 1, facecolor=SHADES[sequence % 2])
-            )
-        black += _brackets(
-            left - 0.12, left + 1.12, -0.02 * tallest, last - first + 0.02 * tallest, 0.1
-        )
+            shade = SHADES[sequence % 2]
+            axes.add_patch(Rectangle((left, sequence - first), 1, 1, facecolor=shade))
+        rim = 0.02 * tallest
+        black += _brackets(left - 0.12, left + 1.12, -rim, last - first + rim, 0.1)
         for start, stop in chunks:
             if first * length <= start < last * length:
                 gap = min(0.12 * (stop - start) / length, 0.02 * tallest)
@@ -52,11 +50,8 @@ def _draw_pieces(axes, batch, length, mini_batch, logit_chunk_multiplier):
                     stop / length - first - gap,
                     0.08,
                 )
-    axes.add_patch(
-        Rectangle(
-            (0.06, 0), 0.88, (chunks[0][1] - chunks[0][0]) / length, facecolor=RED, alpha=0.45
-        )
-    )
+    filled = (chunks[0][1] - chunks[0][0]) / length
+    axes.add_patch(Rectangle((0.06, 0), 0.88, filled, facecolor=RED, alpha=0.45))
     axes.add_collection(LineCollection(red, colors=RED, linewidths=1.2))
     axes.add_collection(LineCollection(black, colors=BLACK, linewidths=2.2))
     axes.set(xlim=(-0.3, 1.5 * pieces - 0.2), ylim=(1.04 * tallest, -0.04 * tallest))

@@ -93,10 +93,8 @@ def shown_text(text: str, most: int = 300) -> str:
     """A text as HTML that shows exactly its characters, tags and line breaks too; the rest beyond
     `most` is counted."""
     more = f" … ({len(text) - most:,} more characters)" if len(text) > most else ""
-    return (
-        "<span "
-        f'style="white-space:pre-wrap;font-family:monospace">{html.escape(text[:most])}</span>{more}'
-    )
+    style = "white-space:pre-wrap;font-family:monospace"
+    return f'<span style="{style}">{html.escape(text[:most])}</span>{more}'
 
 
 def number(value: float | None, style: str = "{:.3g}") -> str:
@@ -406,12 +404,9 @@ class Watching:
 
     def note_time(self) -> None:
         "Add a point (seconds, step, tokens) for the speed of the run."
-        tokens = next(
-            (record["num_tokens"] for record in reversed(self.history) if "num_tokens" in record), 0
-        )
-        self.points.append(
-            (time.perf_counter() - self.paused_seconds, self.state.global_step, tokens)
-        )
+        counts = (r["num_tokens"] for r in reversed(self.history) if "num_tokens" in r)
+        seconds = time.perf_counter() - self.paused_seconds
+        self.points.append((seconds, self.state.global_step, next(counts, 0)))
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #604e7e4d
 @contextmanager
@@ -447,11 +442,10 @@ class Starting:
         self.trainer = trainer
         if self.box.comm is None:
             self.box = self.new_box()  # it was closed
-        self.thread = threading.Thread(
-            target=contextvars.copy_context().run,
-            args=(self.train, resume_from_checkpoint),
-            daemon=True,
+        work = dict(
+            target=contextvars.copy_context().run, args=(self.train, resume_from_checkpoint)
         )
+        self.thread = threading.Thread(**work, daemon=True)
         trainer.add_callback(self)
         atexit.register(self.leave)
         self.thread.start()

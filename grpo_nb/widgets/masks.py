@@ -69,10 +69,8 @@ def _fill_cells(panel, allowed, right, first):
     for i, j in (allowed | right).nonzero().tolist():
         colour = READ if right[i, j] and allowed[i, j] else MISTAKE if allowed[i, j] else MISSED
         alpha = 1.0 if i >= first else 0.18
-        square = Rectangle(
-            (j, i), 1, 1, facecolor=colour, edgecolor="white", linewidth=0.6, alpha=alpha
-        )
-        panel.add_patch(square)
+        style = dict(facecolor=colour, edgecolor="white", linewidth=0.6, alpha=alpha)
+        panel.add_patch(Rectangle((j, i), 1, 1, **style))
     for place in range(size + 1):
         panel.plot([place, place], [0, size], color="#e4e4e4", linewidth=0.4, zorder=0)
         panel.plot([0, size], [place, place], color="#e4e4e4", linewidth=0.4, zorder=0)
@@ -121,9 +119,8 @@ def masks_figure(
     longest, width = max(lengths), window or None
     size = longest + step  # keys so far
     first = longest + step - 1 if step else 0  # first query of this step
-    right = attention_mask(
-        torch.tensor([longest - n for n in lengths]), size, size, window=width
-    )  # (2, size, size)
+    pads = torch.tensor([longest - n for n in lengths])
+    right = attention_mask(pads, size, size, window=width)  # (2, size, size)
     naive = [
         naive_mask(longest, longest, width),
         *(naive_mask(1, longest + n, width) for n in range(1, step + 1)),

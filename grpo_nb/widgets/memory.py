@@ -125,11 +125,8 @@ def _title(figure, made):
 
 def _legend(figure, bars):
     "The parts that are seen."
-    used = {
-        words: COLOURS[part]
-        for part, words in PARTS.items()
-        if any(parts[part] for parts in bars.values())
-    }
+    seen = [part for part in PARTS if any(parts[part] for parts in bars.values())]
+    used = {PARTS[part]: COLOURS[part] for part in seen}
     figure.legend(
         handles=[Patch(color=colour) for colour in used.values()],
         labels=list(used),
