@@ -1065,7 +1065,10 @@ def _parser(
     return parser
 
 # %% ../nbs/91_cli.ipynb #3ff66594
-def _unrecognised(args: argparse.Namespace, unknown: list[str]) -> str:  # for an error
+def _unrecognised(
+    args: argparse.Namespace,  # what was recognised
+    unknown: list[str],  # words
+) -> str:  # for an error
     "What is said about words that no command knows; `train` names the nearest setting."
     if args.run is train and unknown[0].endswith((".yaml", ".yml")):
         return f"the recipe is given by its flag: --config {unknown[0]}"

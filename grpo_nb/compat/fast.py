@@ -236,7 +236,9 @@ def check_adapter(
         )
 
 
-def adapter_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
+def adapter_tensors(
+    folder: str | Path,
+) -> dict[str, torch.Tensor]:  # on the CPU, under PEFT's names without the adapter's
     "The factors of a saved adapter, on the CPU, under PEFT's names without the adapter's."
     return load_peft_weights(str(folder), device="cpu")
 
@@ -260,7 +262,9 @@ def wearing(
         set_peft_model_state_dict(model, own)
 
 # %% ../../nbs/compat/01_fast.ipynb #7e3d4a7a
-def as_vllm_asks(prompt: Any) -> Any:  # as the trainer takes it
+def as_vllm_asks(
+    prompt: Any,  # a text, a chat, or vLLM's {"prompt": text, "multi_modal_data": {"image": ...}}
+) -> Any:  # as the trainer takes it
     """A text or a chat as it is; of vLLM's {"prompt": text, "multi_modal_data": {"image": ...}} the
     text with its pictures."""
     beside = prompt.get("multi_modal_data") if isinstance(prompt, Mapping) else None

@@ -158,7 +158,10 @@ def attempt(
 
 # %% ../../nbs/environments/10_countdown.ipynb #9e0e14cf
 def read_attempt(
-    text: str, numbers: list[int], use_all: bool | None, target: int | None = None
+    text: str,  # a completion
+    numbers: list[int],  # those that were given
+    use_all: bool | None,  # True: each has to be used
+    target: int | None = None,  # what should come out; None: it does not matter
 ) -> tuple[Attempt, Explanation]:  # what came of its answer, and that in words, without points
     "Find the answer of a completion and check it against the rules."
     place = stated_place(text)  # the last line if there is nothing else
@@ -182,7 +185,10 @@ def countdown_format_reward(
 
 @judged
 def countdown_correct_reward(
-    text: str, numbers: list[int], target: int, use_all: bool | None = None
+    text: str,
+    numbers: list[int],  # those that may be used
+    target: int,  # what has to come out
+    use_all: bool | None = None,  # whether all numbers have to be used
 ) -> Explanation:  # 1 point or 0
     "Does the expression keep the rules and give exactly the target?"
     found, why = read_attempt(text, numbers, use_all, target)
@@ -191,7 +197,10 @@ def countdown_correct_reward(
 
 @judged
 def countdown_closeness_reward(
-    text: str, numbers: list[int], target: int, use_all: bool | None = None
+    text: str,
+    numbers: list[int],  # those that may be used
+    target: int,  # what has to come out
+    use_all: bool | None = None,  # whether all numbers have to be used
 ) -> Explanation:  # points as `proximity`; -1 without an expression that keeps the rules
     "How near does the expression come to the target, if it keeps the rules?"
     found, why = read_attempt(text, numbers, use_all, target)

@@ -230,7 +230,11 @@ def trusted(
 
 # %% ../../nbs/environments/12_game2048.ipynb #5e2a85ed
 @functools.cache
-def random_level(target: int = 2048, size: int = 4, games: int = 200) -> float:
+def random_level(
+    target: int = 2048,
+    size: int = 4,
+    games: int = 200,
+) -> float:  # mean of log(score)
     "The level of random play, the mean of log(score) over `games` games."
     return statistics.mean(
         math.log(max(play(random_policy(seed), seed, target=target, size=size).score, 1))
@@ -420,7 +424,14 @@ class ProgramRewards:
     known = ""  # the settings of the judge, by name
     pays = ()  # the names of its reward functions
 
-    def __init__(self, pool, scale, truncated, secret, settings):  # of the judge
+    def __init__(
+        self,
+        pool: SandboxPool | None,  # None: one of its own
+        scale: str,  # plain or published
+        truncated: float | None,  # for a completion that was cut off; None: not scored
+        secret: str | None,  # that tasks are drawn from; None: the trainer's
+        settings: dict[str, Any],  # of the judge
+    ):
         if scale not in ("plain", "published"):
             raise ValueError(f"scale is {scale!r}, and it must be one of plain, published")
         if unknown := settings.keys() - set(self.known.split()):
@@ -519,7 +530,11 @@ class StrategyRewards(ProgramRewards):
     def _honest(report, scale):
         return HONEST[scale][report.stage]
 
-    def strategy_succeeds(self, completions: list, **columns) -> list[float | None]:
+    def strategy_succeeds(
+        self,
+        completions: list,  # strings or chat messages
+        **columns,  # other columns, not needed
+    ) -> list[float | None]:
         "Pays for the mean result of the games; logs their score and the share won."
         reports, log = self.reports(completions, columns), columns.get("log_metric")
         games = [game for report in reports if report.stage == "plays" for game in report.games]

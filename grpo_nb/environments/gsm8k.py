@@ -203,7 +203,8 @@ def pieces(
 
 
 def answer_place(
-    text: str, tags: tuple[str, ...] = TAGS
+    text: str,  # a completion
+    tags: tuple[str, ...] = TAGS,  # the last two enclose the answer
 ) -> tuple[int, int] | None:  # without white space around it; None if no pair was finished
     "Where a completion gives its answer."
     begin = text.rfind(tags[-2])
@@ -213,7 +214,8 @@ def answer_place(
 
 
 def answer_text(
-    text: str, tags: tuple[str, ...] = TAGS
+    text: str,  # a completion
+    tags: tuple[str, ...] = TAGS,  # the last two enclose the answer
 ) -> str | None:  # None if no pair of tags was finished
     "What a completion gives as its answer."
     place = answer_place(text, tags)
@@ -221,7 +223,8 @@ def answer_text(
 
 
 def answer_value(
-    text: str, tags: tuple[str, ...] = TAGS
+    text: str,  # a completion
+    tags: tuple[str, ...] = TAGS,
 ) -> Fraction | None:  # None unless the answer holds exactly one number
     "The number that a completion gives as its answer."
     stated = stated_in(answer_text(text, tags) or "")
@@ -233,7 +236,9 @@ INTEGER = re.compile(r"[-+\u2212]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)")
 
 
 def explain_number(
-    text: str, answer: int | float | str, tags: tuple[str, ...] = TAGS
+    text: str,  # a completion
+    answer: int | float | str,  # the right one; ValueError if it holds no number
+    tags: tuple[str, ...] = TAGS,
 ) -> Explanation:  # without points
     "The one number between the last two tags, beside the right one."
     right, place = right_number(answer), answer_place(text, tags)
@@ -270,7 +275,8 @@ def int_reward_func(text: str) -> Explanation:  # half a point or 0
 
 # %% ../../nbs/environments/03_gsm8k.ipynb #95023535
 def form_fault(
-    text: str, tags: tuple[str, ...] = TAGS
+    text: str,  # a completion
+    tags: tuple[str, ...] = TAGS,
 ) -> str:  # half a sentence; empty: the tags are there once, in order, filled, with nothing outside
     "What keeps tags from being a form, white space aside."
     wrong = [f"{tag} occurs {text.count(tag)} times" for tag in tags if text.count(tag) != 1]
@@ -299,7 +305,8 @@ def line_fault(
 
 
 def tag_marks(
-    text: str, tags: tuple[str, ...] = TAGS
+    text: str,  # a completion
+    tags: tuple[str, ...] = TAGS,
 ) -> tuple[tuple[str, int, int], ...]:  # for an `Explanation`
     "Every tag that is there."
     found = re.finditer("|".join(map(re.escape, tags)), text)

@@ -523,7 +523,11 @@ class WorkerProcess:
 class NotScored(list):
     "None for every completion, and the reason."
 
-    def __init__(self, count: int, reason: str):
+    def __init__(
+        self,
+        count: int,  # of completions
+        reason: str,
+    ):
         super().__init__([None] * count)
         self.reason = reason
 

@@ -201,7 +201,9 @@ def failure(
 
 # %% ../../nbs/environments/06_judge.ipynb #a8b414f4
 async def ask_once(
-    client, judge: Judge, messages: list[dict[str, str]]
+    client,  # of httpx
+    judge: Judge,
+    messages: list[dict[str, str]],
 ) -> tuple[float, str]:  # the score, and all that the judge wrote
     "One request; NoJudgement or JudgeError if it brings no score."
     body = json.dumps({"model": judge.model, "messages": messages, **judge.options})

@@ -54,7 +54,9 @@ def product(a: Matrix, b: Matrix) -> Matrix:
 
 # %% ../../nbs/environments/13_matmul.ipynb #dd935839
 def answer_fault(
-    answer: Any, rows: int, columns: int
+    answer: Any,  # what a program returned
+    rows: int,
+    columns: int,
 ) -> str | None:  # in a sentence; None: it is a matrix of finite floats
     "The reason why an answer cannot be compared: its type, its shape, or NaN."
     if type(answer) is not list or any(type(row) is not list for row in answer):
@@ -150,7 +152,10 @@ def time_program(
     return timing_of(calls, clock_of(pool))
 
 
-def counted_ms(result: SandboxResult, clock: str) -> float:
+def counted_ms(
+    result: SandboxResult,
+    clock: str,  # processor or wall
+) -> float:
     "The time of a call that counts: of the processor, or a tenth of the clock's if that is more."
     if clock == "wall":
         return 1e3 * result.seconds
@@ -345,11 +350,19 @@ class MatmulRewards(ProgramRewards):
             for text in texts
         ]
 
-    def correctness_check(self, completions: list, **columns) -> list[float | None]:
+    def correctness_check(
+        self,
+        completions: list,  # strings or chat messages
+        **columns,  # other columns, not needed
+    ) -> list[float | None]:
         "Pays for a program that is right in all cases."
         return self._points(correct_points, completions, columns)
 
-    def speed_check(self, completions: list, **columns) -> list[float | None]:
+    def speed_check(
+        self,
+        completions: list,  # strings or chat messages
+        **columns,  # other columns, not needed
+    ) -> list[float | None]:
         "Pays right programs for their speed; logs the median of it."
         right = [report for report in self.reports(completions, columns) if report.stage == "right"]
         if right and columns.get("log_metric"):

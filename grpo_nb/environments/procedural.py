@@ -164,7 +164,10 @@ FORMULA_NAMES = frozenset(
 )
 
 
-def harmless(task: str, answer: str) -> bool:  # always True for a task that evaluates nothing
+def harmless(
+    task: str,  # its name
+    answer: str,
+) -> bool:  # always True for a task that evaluates nothing
     "Whether an answer is plain data, and so safe for a scorer that would evaluate it."
     if task in EVALUATES_LISTS and "(" in answer:
         tree, _ = parsed(answer.lstrip(" \t"), "eval")  # as literal_eval does
@@ -182,7 +185,10 @@ def harmless(task: str, answer: str) -> bool:  # always True for a task that eva
 
 
 @functools.lru_cache(maxsize=256)
-def scorer(task: str, config: str):  # a dataset of reasoning-gym
+def scorer(
+    task: str,  # its name
+    config: str,  # its settings, JSON
+):  # a dataset of reasoning-gym
     "A task with these settings, made once, whose `score_answer` is used."
     return make_task(task, from_json(config), size=1, seed=0)
 
@@ -204,7 +210,11 @@ def task_score(
 
 # %% ../../nbs/environments/11_procedural.ipynb #1ecd3e09
 def explain_task(
-    text: str, /, task: str, ways: tuple[str, ...] = WAYS, **row: Any
+    text: str,
+    /,
+    task: str,  # its name
+    ways: tuple[str, ...] = WAYS,  # where the answer is looked for
+    **row: Any,  # other columns, not needed
 ) -> Explanation:  # without points: the scorer counts, and may need a process of its own
     "The answer that the scorer is given, and where it stands in the completion."
     place = stated_place(text, ways)
@@ -367,7 +377,10 @@ def right_value(
 
 
 def explain_value(
-    text: str, /, answer: Any, **row: Any
+    text: str,
+    /,
+    answer: Any,  # the right one
+    **row: Any,  # other columns, not needed
 ) -> Explanation:  # without points: math-verify counts
     "Which part of a completion math-verify compares, and with what."
     box = box_place(text)

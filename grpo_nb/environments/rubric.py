@@ -71,7 +71,12 @@ class Rubric:
             shares[criterion] = share
         return shares
 
-    def explain(self, text: str, /, **row: Any) -> Explanation:
+    def explain(
+        self,
+        text: str,  # one completion
+        /,
+        **row: Any,  # the columns of its row
+    ) -> Explanation:
         "The points of each criterion."
         shares = self.shares(text, **row)
         said = [
@@ -198,7 +203,11 @@ def readability_faults(
     return {fault: ramp(value, *LIMITS[fault]) for fault, value in counted.items()}
 
 
-def judge_readability(text: str, /, **row: Any) -> Explanation:  # points from -1 to 0
+def judge_readability(
+    text: str,
+    /,
+    **row: Any,  # columns, not needed
+) -> Explanation:  # points from -1 to 0
     "How bad each fault is."
     faults = readability_faults(text)
     said = ", ".join(f"{fault} {100 * share:.0f} %" for fault, share in faults.items())

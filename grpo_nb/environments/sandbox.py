@@ -87,7 +87,12 @@ class WallsMissing(OSError):
     "A sandbox that does not start, because a program could get out of it."
 
 
-def failure(kind: str, error: str, seconds: float = 0.0, cpu_seconds: float = 0.0) -> SandboxResult:
+def failure(
+    kind: str,  # see SandboxResult
+    error: str,
+    seconds: float = 0.0,
+    cpu_seconds: float = 0.0,
+) -> SandboxResult:
     "A result without a value."
     return SandboxResult(False, None, error, kind, seconds, cpu_seconds)
 
@@ -560,7 +565,12 @@ class PoolRuns(PoolStart):
             return lost_result(error)
 
     def open(
-        self, source: str, entry: str, *, timeout_s: float = 5.0, memory_mb: int = 512
+        self,
+        source: str,  # Python
+        entry: str,  # the name of the function in it that is called
+        *,
+        timeout_s: float = 5.0,  # for reading the program, and then for each call
+        memory_mb: int = 512,  # of address space, interpreter included
     ) -> "Session":
         """A process that reads the program once and is called many times, each time with the same
         limits; what the program remembers between calls stays in that process."""

@@ -612,7 +612,7 @@ class PrintCounter:
         pass
 
 # %% ../../nbs/environments/08_supervisor.ipynb #421b15ae
-def describe(error: BaseException) -> bytes:
+def describe(error: BaseException) -> str:  # with the place where it was raised
     "An exception in a line of text."
     try:
         line, step = 0, error.__traceback__

@@ -158,7 +158,9 @@ def box_place(
     return last
 
 
-def boxed(text: str) -> str | None:  # None without a closed box
+def boxed(
+    text: str,  # anything
+) -> str | None:  # None without a closed box
     r"What stands in the last `\boxed{...}`."
     place = box_place(text)
     return text[slice(*place)] if place else None
@@ -231,7 +233,8 @@ def stated_place(
 
 
 def stated_answer(
-    text: str, ways: tuple[str, ...] = WAYS
+    text: str,  # a completion
+    ways: tuple[str, ...] = WAYS,  # where to look, in this order
 ) -> str | None:  # white space around it removed; None if it is in none of these places
     "The answer that a text states."
     place = stated_place(text, ways)
@@ -256,7 +259,7 @@ def final_place(
 
 
 def final_channel(
-    text: str,
+    text: str,  # a completion, with or without special tokens
 ) -> str | None:  # None if it has not come to it; all of a text without channels
     "What a model says in its final channel."
     place = final_place(text)

@@ -55,7 +55,11 @@ def _unpack(blocks, scales, out, count, largest, BB: tl.constexpr):
     )
 
 
-def unpack(blocks, scales, dtype):
+def unpack(
+    blocks: torch.Tensor,  # (..., out, in/32, 16) uint8
+    scales: torch.Tensor,  # (..., out, in/32) uint8
+    dtype: torch.dtype,
+) -> torch.Tensor:  # (..., out, in)
     "`mxfp4.dequantize` as one kernel."
     blocks, scales = blocks.contiguous(), scales.contiguous()
     out = torch.empty(*blocks.shape[:-2], blocks.shape[-2] * 32, dtype=dtype, device=blocks.device)
@@ -132,7 +136,13 @@ def _activate_backward(
     tl.store(sums + row, tl.sum(total, 0))
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #4b98ae7b
-def activate(z, ids, bias, alpha, limit):
+def activate(
+    z: torch.Tensor,  # (P, 2I) gate and up, before the bias
+    ids: torch.Tensor,  # (P,) the expert of each row
+    bias: torch.Tensor,  # (E, 2I)
+    alpha: float,  # slope of the sigmoid
+    limit: float,  # gate is cut at limit, up at -limit and limit
+) -> torch.Tensor:  # (P, I)
     "`experts_grouped.activate` as one kernel."
     P, inner = len(z), z.shape[1] // 2
     out = z.new_empty(P, inner)
@@ -143,7 +153,19 @@ def activate(z, ids, bias, alpha, limit):
     return out
 
 
-def activate_backward(z, ids, bias, gradient, share, alpha, limit, out):
+def activate_backward(
+    z: torch.Tensor,  # (P, 2I) as in `activate`
+    ids: torch.Tensor,  # (P,)
+    bias: torch.Tensor,  # (E, 2I)
+    # (P, I) d loss / d activation, for a share of 1; overwritten with the activation times its
+    # share
+    gradient: torch.Tensor,
+    share: torch.Tensor,  # (P,) how much each row counts
+    alpha: float,
+    limit: float,
+    out: torch.Tensor,  # (P, 2I) may be `z` itself
+    # d loss / d z (P, 2I), which is `out`; the sum of gradient times activation (P,)
+) -> tuple[torch.Tensor, torch.Tensor]:
     "`experts_grouped.activate_backward` as one kernel; the shares are float32."
     sums = torch.empty(len(z), dtype=torch.float32, device=z.device)
     if len(z):
@@ -194,7 +216,15 @@ def _combine(
         tl.store(out + t * N + n, total, mask=inside)
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #797108a8
-def combine(y, place, weights=None, indices=None, bias=None, first=0, out=None):
+def combine(
+    y: torch.Tensor,  # (P, n) rows, or some of them
+    place: torch.Tensor,  # (T, K) the row of each token's K pairs
+    weights: torch.Tensor | None = None,  # (T, K) what each counts; None: 1
+    indices: torch.Tensor | None = None,  # (T, K) each pair's expert, with `bias`
+    bias: torch.Tensor | None = None,  # (E, n) added to each row first
+    first: int = 0,  # the row that y begins with; pairs whose rows are not in y count nothing
+    out: torch.Tensor | None = None,  # (T, n) what the sums are added to; None: to nothing
+) -> torch.Tensor:  # (T, n) in float32 or wider; `out` where it was given
     "`experts_grouped.combine` as one kernel; sums are float32."
     (T, K), N, add = place.shape, y.shape[1], out is not None
     out = out if add else torch.empty(T, N, dtype=torch.float32, device=y.device)
@@ -241,7 +271,13 @@ def _rotate(
     tl.store(target + D, (second * c + first * s).to(out.dtype.element_ty), mask=inside)
 
 # %% ../../nbs/kernels/02_training_kernels.ipynb #e2d336b6
-def rotate(x, cos, sin, back=False):
+def rotate(
+    # (B, T, heads, D), float32 or 16 bits; strides as they are, but a head lies together
+    x: torch.Tensor,
+    cos: torch.Tensor,  # (B or 1, T, D/2), rows as far apart as they are
+    sin: torch.Tensor,  # (B or 1, T, D/2), likewise
+    back: bool = False,  # by the opposite angles
+) -> torch.Tensor:  # (B, T, heads, D)
     "`fused_layers.rotate_reference` as one kernel; any strides, but a head lies together."
     if x.stride(-1) != 1:
         x = x.contiguous()
@@ -310,7 +346,12 @@ def norm(
     return _norm_launch(_norm, (x, gamma), x, eps)
 
 
-def norm_backward(gradient, x, gamma, eps):
+def norm_backward(
+    gradient: torch.Tensor,  # (..., H), contiguous
+    x: torch.Tensor,  # (..., H), the input
+    gamma: torch.Tensor,  # (H,), not trained
+    eps: float,
+) -> torch.Tensor:  # (..., H), d loss / d x
     "d loss / d x of `norm`; gamma is not trained."
     return _norm_launch(_norm_backward, (gradient, x, gamma), x, eps)
 
@@ -351,7 +392,11 @@ def gate(
     return out
 
 
-def gate_backward(gradient, z, up):
+def gate_backward(
+    gradient: torch.Tensor,  # (..., I), contiguous
+    z: torch.Tensor,  # (..., I)
+    up: torch.Tensor,  # (..., I)
+) -> tuple[torch.Tensor, torch.Tensor]:  # d loss / d z and d loss / d up, (..., I) each
     "d loss / d z and d loss / d up of `gate`."
     d_z, d_up, count = torch.empty_like(z), torch.empty_like(up), z.numel()
     if count:

@@ -145,7 +145,9 @@ class AdaptedLayer:
         return () if self.disabled or self.merged else self.active
 
 
-def read_lora(module: nn.Module) -> AdaptedLayer | None:  # None: no LoRA layer is there
+def read_lora(
+    module: nn.Module,  # any module
+) -> AdaptedLayer | None:  # None: PEFT has not put a LoRA layer there
     "Read a layer with LoRA; the result refers to PEFT's own tensors, nothing is copied."
     return AdaptedLayer(module) if isinstance(module, LoraLayer) else None
 
@@ -427,7 +429,9 @@ def _experts(module):
     return next((count for count in counts if isinstance(count, int) and count), 0)
 
 # %% ../../nbs/model/12_adapters.ipynb #b283d5ff
-def short_name(name: str) -> str:
+def short_name(
+    name: str,  # such as "model.layers.3.self_attn.q_proj"
+) -> str:  # such as "self_attn.q_proj"
     "A name without the prefix up to the layer's number, such as self_attn.q_proj."
     return re.sub(r"^.*?\.\d+\.", "", name)
 
@@ -473,7 +477,11 @@ def resolve_targets(
     return list(dict.fromkeys(found))
 
 # %% ../../nbs/model/12_adapters.ipynb #50981181
-def adapter_bytes(model: torch.nn.Module, targets: list[str], r: int) -> int:
+def adapter_bytes(
+    model: torch.nn.Module,  # a skeleton or a model
+    targets: list[str],  # full names, from resolve_targets
+    r: int,  # rank
+) -> int:
     "Bytes of the factors of rank r in float32 on these targets, counted before they are made."
     shapes = {name: p.shape for name, p in model.named_parameters()}
 
@@ -533,7 +541,9 @@ def add_adapters(
     return model
 
 # %% ../../nbs/model/12_adapters.ipynb #a2b0b225
-def describe_adapters(model: torch.nn.Module) -> str:
+def describe_adapters(
+    model: torch.nn.Module,  # with adapters or without
+) -> str:  # a line
     "One line: which weights have adapters, and how many parameters are trained."
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     rows = [row for row in adapted(model) if row["adapters"]]
@@ -571,7 +581,9 @@ def base_of_adapter(
     return base
 
 
-def without_memory(model: PeftModel) -> torch.nn.Module:
+def without_memory(
+    model: PeftModel,
+) -> torch.nn.Module:  # on the meta device
     "The model under an adapter, once more, on the meta device."
     base = model.get_base_model()
     with torch.device("meta"):

@@ -579,7 +579,9 @@ class ShiftLeft(torch.autograd.Function):
         return ShiftLeft.apply(d_x, -ctx.saved_tensors[0]), None
 
 # %% ../../nbs/model/03_attention.ipynb #f15d40b7
-def check_flash(q: torch.Tensor) -> None:  # ValueError with what to choose
+def check_flash(
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+) -> None:  # ValueError with what to choose
     "ValueError for a card, number format or head size that PyTorch's flash kernel lacks."
     if q.is_cuda and (
         torch.cuda.get_device_capability(q.device) < (8, 0)
@@ -671,7 +673,12 @@ def choose_backend(
     return kernel, why
 
 
-def check_tensors(q, k, v, sinks) -> None:  # ValueError with the shapes
+def check_tensors(
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+    k: torch.Tensor,  # (B, Hk, Lk, D)
+    v: torch.Tensor,  # (B, Hk, Lk, D)
+    sinks: torch.Tensor | None,  # (Hq,)
+) -> None:  # ValueError with the shapes
     "ValueError if the shapes, head counts or sinks do not fit together."
     shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 4:
@@ -692,7 +699,11 @@ def check_tensors(q, k, v, sinks) -> None:  # ValueError with the shapes
         )
 
 # %% ../../nbs/model/03_attention.ipynb #24040681
-def check_mask(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> None:  # ValueError with both sizes
+def check_mask(
+    mask: Mask,  # which keys each query sees
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+    k: torch.Tensor,  # (B, Hk, Lk, D)
+) -> None:  # ValueError with both sizes
     "ValueError if the mask has other sizes than the tensors."
     if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
         raise ValueError(

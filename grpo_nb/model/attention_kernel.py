@@ -394,7 +394,18 @@ def forward(
     return out, lse
 
 # %% ../../nbs/model/05_attention_kernel.ipynb #c2ddb7ac
-def backward(d_out, q, k, v, pads, out, lse, offset, window, scale):
+def backward(
+    d_out: torch.Tensor,  # (B, Hq, Lq, D)
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+    k: torch.Tensor,  # (B, Hk, Lk, D)
+    v: torch.Tensor,  # (B, Hk, Lk, D)
+    pads: torch.Tensor | None,  # as for `forward`, like all that follow
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    offset: int | torch.Tensor,
+    window: int,
+    scale: float,
+) -> tuple[torch.Tensor, ...]:  # gradients of q, k, v, and delta (B, Hq, Lq) float32
     """Gradients of q, k and v, and of each row the product of the output and its gradient; the
     arguments are those and the results of `forward`."""
     (B, Hq, Lq, _), (_, Hk, Lk, _) = q.shape, k.shape
@@ -478,7 +489,14 @@ def _dtype(x):
     return x.dtype if torch.is_tensor(x) else None
 
 
-def attend(q, k, v, sinks, mask: Mask, scale: float):  # as for `attention.eager`
+def attend(
+    q: torch.Tensor,  # (B, Hq, Lq, D)
+    k: torch.Tensor,  # (B, Hk, Lk, D)
+    v: torch.Tensor,  # (B, Hk, Lk, D)
+    sinks: torch.Tensor | None,  # (Hq,)
+    mask: Mask,  # which keys each query sees
+    scale: float,  # scores are multiplied by this
+) -> torch.Tensor:  # (B, Hq, Lq, D); ValueError for tensors that it cannot compute
     "Attention with sinks by these kernels; the gradients are the same in every run."
     if why := why_not(q):
         raise ValueError(f"backend='triton' cannot be used here: {why}. Choose 'sdpa'")

@@ -171,7 +171,9 @@ class LayerComparison:
             )
         return found
 
-    def table(self) -> str:
+    def table(
+        self,
+    ) -> str:  # a line a layer, a column for each part, way of feeding and quantity
         """The relative differences as text: a line a layer, a column for each way of feeding and
         quantity."""
         columns = list(dict.fromkeys((r["what"], r["fed"], r["part"]) for r in self.records))

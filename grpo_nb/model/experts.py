@@ -109,7 +109,13 @@ def _gathered_linear(x, ids, weight, bias, lora, dtype):
     return y
 
 # %% ../../nbs/model/10_experts.ipynb #d1896ce4
-def gathered_experts(hidden, indices, weights, experts, dtype):
+def gathered_experts(
+    hidden: torch.Tensor,  # (T, H)
+    indices: torch.Tensor,  # (T, K)
+    weights: torch.Tensor,  # (T, K)
+    experts: ExpertWeights,
+    dtype: torch.dtype,  # that the products are computed in
+) -> torch.Tensor:  # (T, H) in hidden's dtype
     """`reference_experts` with products in `dtype`: each pair's matrices gathered by index, and one
     batched product for all pairs. No sort, and no wait for the device."""
     (T, K), ids, w = indices.shape, indices.reshape(-1), experts
@@ -135,7 +141,13 @@ def _looped_linear(x, spans, weight, bias, lora, dtype):
     return y
 
 
-def looped_experts(hidden, indices, weights, experts, dtype):
+def looped_experts(
+    hidden: torch.Tensor,  # (T, H)
+    indices: torch.Tensor,  # (T, K)
+    weights: torch.Tensor,  # (T, K)
+    experts: ExpertWeights,
+    dtype: torch.dtype,  # that the products are computed in
+) -> torch.Tensor:  # (T, H) in hidden's dtype
     "`reference_experts` expert after expert, each on the tokens sent to it; has no gradients."
     w, (ids, order) = experts, indices.flatten().sort(stable=True)  # (P,) each
     spans = [(e, count) for e, count in enumerate(torch.bincount(ids).tolist()) if count]

@@ -74,7 +74,10 @@ def can_group(
     return device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and _groups_on_a_cpu()
 
 # %% ../../nbs/model/11_experts_grouped.ipynb #8e994999
-def experts_at_a_time(weight: torch.Tensor, dtype: torch.dtype) -> int:
+def experts_at_a_time(
+    weight: torch.Tensor,  # (E, in, out), dense or packed
+    dtype: torch.dtype,  # that packed ones become
+) -> int:
     "How many experts are dense at a time: all, or as many packed ones as UNPACKED allows."
     if not isinstance(weight, FrozenWeight):
         return len(weight)
@@ -235,13 +238,20 @@ def expert_products(
     return y
 
 
-def expert_outer(pairs: PairOrder, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def expert_outer(
+    pairs: PairOrder,
+    x: torch.Tensor,  # (P, m)
+    y: torch.Tensor,  # (P, n)
+) -> torch.Tensor:  # (E, m, n)
     "The sum over each expert's rows of x^T y: (P, m), (P, n) -> (E, m, n)."
     counts = pairs.ends.diff(prepend=pairs.ends.new_zeros(1))
     return grouped_mm(x.T, y, offs=pairs.ends).masked_fill_((counts == 0)[:, None, None], 0)
 
 
-def expert_sums(pairs: PairOrder, x: torch.Tensor) -> torch.Tensor:
+def expert_sums(
+    pairs: PairOrder,
+    x: torch.Tensor,  # (P, n)
+) -> torch.Tensor:  # (E, n) in float32 or wider
     "The sum of each expert's rows: (P, n) -> (E, n) in float32 or wider."
     wide = at_least_float32(x.dtype)
     chosen = pairs.ids == torch.arange(len(pairs.ends), device=x.device)[:, None]  # (E, P)
@@ -737,7 +747,12 @@ class ExpertByExpert(torch.autograd.Function):
         return None, None, *(grads.get(name) for name in ExpertInputs._fields)
 
 # %% ../../nbs/model/11_experts_grouped.ipynb #a3f592fe
-def check_pairs(hidden, indices, weights, experts):
+def check_pairs(
+    hidden: torch.Tensor,  # (T, H)
+    indices: torch.Tensor,  # (T, K)
+    weights: torch.Tensor,  # (T, K)
+    experts: ExpertWeights,
+) -> None:
     "ValueError for shapes that do not fit together; on a CPU also for indices outside 0 to E - 1."
     same = indices.shape == weights.shape and len(indices) == len(hidden)
     if hidden.dim() != 2 or indices.dim() != 2 or not same:
@@ -760,7 +775,11 @@ def check_pairs(hidden, indices, weights, experts):
             )
 
 
-def check_path(path: str, slice_tokens: int | None, trains: bool) -> None:
+def check_path(
+    path: str,  # as in `routed_experts`
+    slice_tokens: int | None,
+    trains: bool,  # whether something has a gradient
+) -> None:
     "ValueError for an unknown path, a loop that would need gradients, or slices below 1 token."
     if path not in ("auto", "reference", "few", "many", "loop"):
         raise ValueError(f"path is {path!r}; give 'auto', 'reference', 'few', 'many' or 'loop'")
@@ -793,7 +812,12 @@ def _trains(hidden, weights, w):
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def choose_path(hidden, indices, experts, trains: bool) -> str:  # "few", "loop" or "many"
+def choose_path(
+    hidden: torch.Tensor,  # (T, H)
+    indices: torch.Tensor,  # (T, K)
+    experts: ExpertWeights,
+    trains: bool,  # whether something has a gradient
+) -> str:  # "few", "loop" or "many"
     "What `auto` takes; `trains`: something has a gradient."
     gathered = indices.numel() * (experts.gate_up[0].numel() + experts.down[0].numel())
     if isinstance(experts.gate_up, FrozenWeight):

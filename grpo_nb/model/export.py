@@ -64,7 +64,10 @@ def _sync(path):
         os.close(descriptor)
 
 
-def check_folder_name(path: Path, overwrite: bool) -> None:
+def check_folder_name(
+    path: Path,  # of the new folder
+    overwrite: bool,  # whether it may replace an existing one
+) -> None:
     "Refuse the name of a file, and of a folder with content unless `overwrite` is set."
     if path.exists() and not path.is_dir():
         raise ValueError(f"{path} is a file: give another name for the folder")
@@ -75,7 +78,10 @@ def check_folder_name(path: Path, overwrite: bool) -> None:
         )
 
 
-def check_disk_space(path: Path, nbytes: int) -> None:
+def check_disk_space(
+    path: Path,  # of the new folder
+    nbytes: int,  # that will be written
+) -> None:
     "Refuse an export that is larger than the free space of the disk."
     existing = next(p for p in path.parents if p.exists())
     free = shutil.disk_usage(existing).free
@@ -283,7 +289,10 @@ def _deltas(wrappers, parameter, flat):
     )
 
 
-def check_mergeable(path: str, wrapper: BaseTunerLayer) -> None:
+def check_mergeable(
+    path: str,  # of the layer in the model
+    wrapper: BaseTunerLayer,  # PEFT's layer
+) -> None:
     "Refuse adapters around a layer that are not plain LoRA, the sum of a weight and a product."
     base = wrapper.get_base_layer()
     if not isinstance(wrapper, LoraLayer) or not (
@@ -377,7 +386,9 @@ def _checked_wrappers(base):
     return wrappers
 
 
-def adapted_weights(model: torch.nn.Module) -> list[AdaptedWeight]:
+def adapted_weights(
+    model: torch.nn.Module,  # of transformers, with adapters or without
+) -> list[AdaptedWeight]:  # each once: a head that is still tied to the embedding is not listed
     """All weights of the base model, each once, with what the active adapters add to it; a head
     that is still tied to the embedding is not listed."""
     if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
@@ -397,7 +408,9 @@ def adapted_weights(model: torch.nn.Module) -> list[AdaptedWeight]:
     return found
 
 
-def is_untied(model: torch.nn.Module) -> bool:
+def is_untied(
+    model: torch.nn.Module,  # of transformers, with adapters or without
+) -> bool:
     "Whether a head that the config calls tied is a weight of its own: trained whole, or adapted."
     names = {weight.name for weight in adapted_weights(model)}
     return bool(names & {*_base_of(model).all_tied_weights_keys})
@@ -490,7 +503,13 @@ class RoundingLoss:
     name: str  # of the weight
     sums: dict[str, float] = field(default_factory=dict)
 
-    def add(self, weight, exact, change: torch.Tensor | None, rounded) -> None:
+    def add(
+        self,
+        weight: torch.Tensor,  # before the adapters
+        exact: torch.Tensor,  # with them
+        change: torch.Tensor | None,  # what they add
+        rounded: torch.Tensor,  # what is written
+    ) -> None:
         """Add an expert's matrix to the sums: before the adapters, with them, what
         they add, and what is written."""
 
@@ -665,7 +684,11 @@ class Export:
     rows: list[dict]  # losses, one row per matrix; pandas.DataFrame(export.rows) shows them
 
 
-def check_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def check_finite(
+    name: str,  # of the weight
+    tensor: torch.Tensor,
+    dtype: torch.dtype,  # that is named in the sentence
+) -> torch.Tensor:  # the same tensor
     "The tensor of a weight; infinite numbers and NaN are refused, as those of `dtype`."
     # in parts: a search for infinities needs more memory than the weight itself
     if not all(part.isfinite().all() for part in tensor.flatten().split(2**26)):

@@ -48,7 +48,10 @@ def written_aside(
         raise
 
 
-def write_text(path: str | Path, text: str) -> None:
+def write_text(
+    path: str | Path,  # its folder is there
+    text: str,
+) -> None:
     "Write a text all at once to a file in a folder that is there."
     with written_aside(path) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -70,7 +73,11 @@ def json_text(
     return json.dumps(written(value), **style)
 
 
-def write_json(path: str | Path, value: Any, **style: Any) -> None:
+def write_json(
+    path: str | Path,  # its folder is there
+    value: Any,  # what json.dumps takes
+    **style: Any,  # passed on to json.dumps
+) -> None:
     "`write_text` of `json_text`, indented by one space unless `style` says otherwise."
     write_text(path, json_text(value, **{"indent": 1, **style}) + "\n")
 
@@ -79,7 +86,10 @@ def write_json(path: str | Path, value: Any, **style: Any) -> None:
 CUT_OFF = ("inline_container.cc", "PytorchStreamWriter", "iostream error")
 
 
-def has_room(folder: Path, nbytes: int = 2**20) -> bool:
+def has_room(
+    folder: Path,  # that exists
+    nbytes: int = 2**20,
+) -> bool:
     "Whether a file of so many bytes can be written there."
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
@@ -91,7 +101,10 @@ def has_room(folder: Path, nbytes: int = 2**20) -> bool:
     return True
 
 
-def is_disk_full(error: BaseException | None, folder: Path) -> bool:
+def is_disk_full(
+    error: BaseException | None,
+    folder: Path,  # where something was written
+) -> bool:
     "Whether an error of writing there, or one that it came from, means that the disk is full."
     if error is None:
         return False

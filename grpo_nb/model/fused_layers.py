@@ -31,7 +31,9 @@ from .limits import FAMILIES
 from .packed import experts_of, has_experts
 
 # %% ../../nbs/model/13_fused_layers.ipynb #dba5dc15
-def fused_norm(norm: GptOssRMSNorm) -> nn.RMSNorm:
+def fused_norm(
+    norm: GptOssRMSNorm,
+) -> nn.RMSNorm:  # with the same parameter
     "The norm as one operation, with the same parameter."
     fused = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon, device="meta")
     fused.weight = norm.weight
@@ -85,7 +87,11 @@ class _Rotate(torch.autograd.Function):
         return _Rotate.apply(gradient, cos, sin, not ctx.back), None, None, None
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor,  # (B, heads, D)
+    cos: torch.Tensor,  # (B, D/2)
+    sin: torch.Tensor,  # (B, D/2)
+) -> torch.Tensor:  # (B, heads, D)
     "`rotate_reference`, with one operation in each direction."
     return _Rotate.apply(x, cos, sin)
 
@@ -350,14 +356,18 @@ def _has_plain_lora(layer):
     )
 
 
-def adapters_are_fused(model: nn.Module) -> bool:
+def adapters_are_fused(
+    model: nn.Module,  # a gpt-oss of transformers, with adapters or without
+) -> bool:
     """Whether the adapters of a gpt-oss' first attention layer are fused. The other layers are made
     alike."""
     layer = next((module for module in model.modules() if isinstance(module, FusedAttention)), None)
     return layer is not None and _has_plain_lora(layer)
 
 
-def can_go_by_heads(model: nn.Module) -> bool:
+def can_go_by_heads(
+    model: nn.Module,  # a gpt-oss of transformers, with adapters or without
+) -> bool:  # plain LoRA on all four matrices, frozen sinks
     """Whether the attention layers of a gpt-oss can be sums over their key heads: plain LoRA on all
     four matrices, frozen sinks."""
     layers = [module for module in model.modules() if isinstance(module, FusedAttention)]
@@ -367,7 +377,10 @@ def can_go_by_heads(model: nn.Module) -> bool:
 
 
 @functools.cache
-def with_parent(kind: type, parent: type) -> type:
+def with_parent(
+    kind: type,  # of a module
+    parent: type,  # whose methods come first
+) -> type:
     "A subclass of a module's class with another parent before it; the name stays the same."
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (parent, kind), names)
@@ -525,7 +538,9 @@ class SlicedMLP:
         return torch.cat([run(part) for part in parts]).view(*x.shape[:-1], -1)
 
 
-def dense_mlps(model: torch.nn.Module) -> dict[str, torch.nn.Module]:  # name -> module
+def dense_mlps(
+    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
+) -> dict[str, torch.nn.Module]:  # name -> module
     """The MLPs of a model that every token goes through whole: those named `mlp` with projections
     of their own, and no experts."""
 
@@ -573,12 +588,16 @@ def _works_in_slices(module):
     return has_experts(module) and getattr(config, "_experts_implementation", None) == LEAN
 
 
-def experts_in_slices(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+def experts_in_slices(
+    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
+) -> dict[str, torch.nn.Module]:  # name -> the module that holds the matrices
     "The modules of a gpt-oss' experts that are computed a slice of tokens at a time, by name."
     return {name: module for name, module in model.named_modules() if _works_in_slices(module)}
 
 
-def slice_tokens_of(model: torch.nn.Module) -> int | None:  # None: all at once
+def slice_tokens_of(
+    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
+) -> int | None:  # None: all at once
     "How many tokens the experts or the MLPs of a model work on at a time."
     for module in model.modules():
         if isinstance(module, SlicedMLP):

@@ -266,7 +266,9 @@ def _size(size):
     return f"{size / 2**30:,.2f} GiB" if size >= 2**28 else f"{size / 2**20:,.1f} MiB"
 
 
-def describe(model: torch.nn.Module) -> str:  # some lines
+def describe(
+    model: torch.nn.Module,  # with adapters or without
+) -> str:  # some lines
     "A summary: memory by part, implementations of attention and experts, adapters."
     lines = [
         (
@@ -304,7 +306,10 @@ def choose_device(
     return device
 
 
-def choose_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    dtype: torch.dtype | str,  # "auto", "bfloat16", "float16", "float32", or one of torch's
+    device: torch.device,
+) -> torch.dtype:
     """The number format. "auto" is bfloat16 on a GPU of compute capability 8 and more, float16 on
     older ones, and float32 on a CPU."""
     if dtype == "auto":
@@ -372,7 +377,10 @@ def check_numbers(max_seq_length: int, lora_r: int) -> None:  # ValueError with 
         raise ValueError(f"lora_r is {lora_r!r}: give the rank of the adapters, or 0 for none")
 
 
-def check_one_adapter(adapter: str, lora_r: int) -> None:  # ValueError with what to leave out
+def check_one_adapter(
+    adapter: str,  # folder of a saved one
+    lora_r: int,
+) -> None:  # ValueError with what to leave out
     "Refuse a new adapter beside a saved one, which is in the folder `adapter`."
     if lora_r:
         raise ValueError(
@@ -381,7 +389,11 @@ def check_one_adapter(adapter: str, lora_r: int) -> None:  # ValueError with wha
         )
 
 
-def check_options(config: Any, offload_embedding: bool, attention_4bit: bool) -> None:
+def check_options(
+    config: Any,  # of transformers
+    offload_embedding: bool,
+    attention_4bit: bool,
+) -> None:  # ValueError with what to leave out
     "Refuse options that do not apply to this architecture."
     if offload_embedding and config.get_text_config().tie_word_embeddings:
         raise ValueError(
@@ -395,7 +407,11 @@ def check_options(config: Any, offload_embedding: bool, attention_4bit: bool) ->
         )
 
 # %% ../../nbs/model/25_loading.ipynb #1c9955df
-def check_length(config: Any, max_seq_length: int, trained: bool) -> None:
+def check_length(
+    config: Any,  # of transformers
+    max_seq_length: int,
+    trained: bool,  # False: random weights, which get a warning only
+) -> None:  # ValueError with what to change
     "Refuse sequences beyond the positions of a trained model; random weights get a warning only."
     longest = longest_sequence(config.get_text_config())
     if not longest or max_seq_length <= longest:
@@ -465,7 +481,9 @@ def check_scales(
         )
 
 
-def check_blocks(model: torch.nn.Module) -> None:  # ValueError with the sizes that are possible
+def check_blocks(
+    model: torch.nn.Module,  # a skeleton
+) -> None:  # ValueError with the sizes that are possible
     "Refuse a skeleton whose experts MXFP4 cannot hold."
     for name, experts in experts_of(model).items():
         for p in EXPERTS:
@@ -582,7 +600,10 @@ def _advice(layout, device, size):
     return ", or ".join(options)
 
 
-def check_room(layout: Layout, adapters: int) -> None:  # ValueError with what would fit
+def check_room(
+    layout: Layout,
+    adapters: int,  # bytes of the adapters
+) -> None:  # ValueError with what would fit
     "Refuse a model that would not fit into memory, with so many bytes of adapters."
     need = layout.nbytes()
     need.pop(torch.device("meta"), None)  # there nothing has memory
@@ -750,7 +771,10 @@ def finish(
     return model.eval()
 
 
-def select_experts(model: torch.nn.Module, implementation: str) -> None:
+def select_experts(
+    model: torch.nn.Module,  # a gpt-oss, with adapters or without
+    implementation: str,  # of this library or of transformers
+) -> None:
     "Select the experts' implementation of a gpt-oss; on a GPU, fuse norms and rotations too."
     if implementation in IMPLEMENTATIONS:
         route_adapters(model, implementation)

@@ -122,7 +122,13 @@ def _check_window(window):
         )
 
 
-def check_mask_values(pad_lens: Any, q_len: Any, kv_len: Any, offset: Any, window: Any) -> None:
+def check_mask_values(
+    pad_lens: Any,  # None or (B,) integers
+    q_len: Any,  # queries
+    kv_len: Any,  # keys
+    offset: Any,  # an int or a 0-d integer tensor
+    window: Any,  # None or an int
+) -> None:  # ValueError with what to give
     "Refuse what cannot be a `Mask`, without reading a tensor (Python would wait for the GPU)."
     _check_lengths(q_len, kv_len)
     _check_pad_lens(pad_lens)

@@ -291,7 +291,9 @@ def scaling_border(
     return None
 
 
-def why_no_longer(config: Any) -> str:  # in brackets, with a space before it; "" if it is not so
+def why_no_longer(
+    config: Any,  # a dictionary, a folder, or transformers' config object
+) -> str:  # in brackets, with a space before it; "" where position scaling is not the reason
     "Why a longest sequence is shorter than a configuration says."
     if (border := scaling_border(config)) is None:
         return ""
@@ -302,7 +304,9 @@ def why_no_longer(config: Any) -> str:  # in brackets, with a space before it; "
     )
 
 
-def longest_sequence(config: Any) -> int | None:  # tokens; None: the config names no limit
+def longest_sequence(
+    config: Any,  # a dictionary, a folder, or transformers' config object
+) -> int | None:  # tokens; None: the config names no limit
     """The longest sequence of a model: max_position_embeddings, or more where its rope scaling
     stretches the positions, or less where it turns all keys otherwise from some length on."""
     found = _config(config)
@@ -335,7 +339,9 @@ _unlike = {  # what would make the arithmetic wrong, and why
 _plain_mlp = "gpt_neox", "phi", "starcoder2", "nemotron", "persimmon"
 
 
-def check_config(config):
+def check_config(
+    config: Any,  # what the trainer was given as `args`
+) -> None:  # TypeError
     "Refuse a configuration that the formulas do not cover, with the field that is the reason."
     kind = config.get("model_type") or "a model"
     missing = [key for key in _needed if not config.get(key)]
@@ -444,7 +450,10 @@ RECURRENT = ("mamba", "ssm_", "state_size", "lru_width")  # settings of state-sp
 _routers = ("router", "mlp.gate.", "shared_expert_gate")
 
 
-def numbers_in_class(config: Any, tied: bool = False) -> dict[str, int]:
+def numbers_in_class(
+    config: Any,  # transformers', of a text model
+    tied: bool = False,  # its embedding is its head
+) -> dict[str, int]:  # kind -> numbers, as ModelShape.parameters
     """Count the numbers of a text model in its class, by kind, as ModelShape.parameters; nothing is
     allocated. `tied`: its embedding is its head."""
     import torch
@@ -579,7 +588,10 @@ IN_PLACE = ("fused", "sgd", *OWN_FORMAT)  # an update needs no second tensor of 
 TARGETS = ("attention", "mlp")  # query, key, value, output; gate, up, down (of experts too)
 
 
-def state_bytes(optim: str, weight: int = 4) -> int:  # for each number that trains
+def state_bytes(
+    optim: str,  # a name of GRPOConfig.optim
+    weight: int = 4,  # bytes of a number that trains
+) -> int:  # for each number that trains
     """What an optimizer (a name of GRPOConfig.optim) remembers of numbers of `weight` bytes; Adam's
     mean and square, in the weights' format, if none fits."""
     size = next((size for part, size in STATES.items() if part in optim), 8)
@@ -804,7 +816,11 @@ def attention_kept(shape: ModelShape, how: Computation) -> int:  # bytes a token
     return norm + copies + 2 * q + 2 * k + 4 * shape.heads + more
 
 
-def attention_peak(shape: ModelShape, how: Computation, length: int) -> int:  # bytes a token
+def attention_peak(
+    shape: ModelShape,
+    how: Computation,
+    length: int,  # tokens of a sequence, on which only eager attention depends
+) -> int:  # bytes a token
     """What attention and its norm need while its gradients are computed, kept tensors too; only
     eager attention depends on a sequence's length."""
     if how.kernel == "sink_heads":  # gradients of input and output, and a part's addend to each
@@ -861,7 +877,11 @@ def _computed_again(shape, how, tokens, checkpointed):
     return _in_slices(how, tokens) or bool(lean and checkpointed)
 
 
-def mlp_kept(shape: ModelShape, how: Computation, recompute: bool = False) -> int:  # bytes a token
+def mlp_kept(
+    shape: ModelShape,
+    how: Computation,
+    recompute: bool = False,  # gate and up are computed again in the backward pass
+) -> int:  # bytes a token
     """What the MLP, or the experts, and their norm keep for backward; `recompute`: without gate and
     up, which are computed again."""
     H, inner = shape.hidden * how.element, shape.intermediate * how.element
@@ -955,12 +975,18 @@ def layer_inputs(
     return min(BUFFERS, shape.layers) * one, shape.layers * one
 
 
-def keeps_results(kernel: str, length: int) -> bool:  # of a sequence, in tokens
+def keeps_results(
+    kernel: str,  # one of kernel_choice.KERNELS
+    length: int,  # tokens of a sequence
+) -> bool:
     "Whether offloading keeps a full layer's attention results for its second pass."
     return kernel == "flash" and length >= limits.KEPT_FROM
 
 
-def attention_results(shape: ModelShape, element: int = 2) -> int:  # bytes a token of a full layer
+def attention_results(
+    shape: ModelShape,
+    element: int = 2,  # bytes a number
+) -> int:  # bytes a token of a full layer
     """Attention's results that offloading keeps for a layer's second pass: the output, and one
     float32 sum per head."""
     return shape.heads * (shape.head_dim * element + 4)

@@ -425,13 +425,19 @@ def read_whole(step: Step) -> int:  # bytes in host memory, of the first process
     return sum(whole.values()) * (step.shards > 1)
 
 
-def whole_weights(step: Step, layers: int) -> int:  # bytes; 0 where nothing is shared out
+def whole_weights(
+    step: Step,
+    layers: int,  # that are whole at the same time
+) -> int:  # bytes; 0 where nothing is shared out
     "Bytes of gathered weights, so many layers at a time, beside a card's share."
     adapters = step.lora_r, step.lora_targets
     return gathered_bytes(step.shape, step.weights, *adapters, layers) * (step.shards > 1)
 
 
-def drawing(step: Step, rows: int) -> dict[str, int]:  # part -> bytes
+def drawing(
+    step: Step,
+    rows: int,  # completions drawn together
+) -> dict[str, int]:  # part -> bytes
     "Bytes that drawing `rows` completions adds, by part."
     shape, context, prompt = step.shape, step.context, step.prompt_length
     if step.sampler == "server":
@@ -480,7 +486,10 @@ def computation(
     )
 
 
-def training(step: Step, slice_tokens: int | None) -> dict[str, dict[str, int]]:
+def training(
+    step: Step,
+    slice_tokens: int | None,  # see computation
+) -> dict[str, dict[str, int]]:  # "head" and "layer" -> part -> bytes
     "Bytes that a forward and backward pass adds at `head` and `layer`, by part."
     tokens, drawn = step.tokens
     moments = step_bytes(
@@ -518,7 +527,10 @@ def casts(
     return 2 * (inside + head * step.shape.vocab * step.shape.hidden)
 
 # %% ../../nbs/model/22_memory_fit.ipynb #dfa3a288
-def with_gradients(step: Step, slice_tokens: int | None) -> dict[str, dict[str, int]]:
+def with_gradients(
+    step: Step,
+    slice_tokens: int | None,  # see computation
+) -> dict[str, dict[str, int]]:  # "head", "layer" and "update" -> part -> bytes
     """Training's bytes at "head", "layer" and "update": both passes, what they train with, and the
     optimizer's step."""
     passes, each = training(step, slice_tokens), step.trained_element
@@ -534,7 +546,11 @@ def with_gradients(step: Step, slice_tokens: int | None) -> dict[str, dict[str, 
     return found | {"update": {"adapters": held + step.update_bytes}}
 
 
-def all_gradients(step, slice_tokens, passes):
+def all_gradients(
+    step: Step,
+    slice_tokens: int | None,  # see computation
+    passes: dict[str, dict[str, int]],  # from `training`
+) -> dict[str, dict[str, int]]:  # "head", "layer" and "update" -> part -> bytes
     """`with_gradients` if all weights train; `passes`: `training`'s. Gradients appear while layer
     inputs vanish, so the worst layer is the last, the first, or the embedding behind it."""
     shape, each, again = step.shape, step.trained_element, step.accumulates
@@ -723,7 +739,10 @@ def possible_slices(step: Step) -> tuple[int | None, ...]:  # tokens, the larges
     return sizes[:cut] if step.per_device_train_batch_size > 1 else sizes
 
 
-def fit(step: Step, room: int) -> Fit:
+def fit(
+    step: Step,
+    room: int,  # bytes that the card has
+) -> Fit:
     "The bytes of a step, with the largest slices that fit in `room` bytes of a card."
     for slice_tokens in possible_slices(step):
         made = with_slices(step, room, slice_tokens)
@@ -797,7 +816,10 @@ def serving(
     return {**parts, "kv": int(room) - sum(parts.values())}
 
 
-def served_together(step: Step, kv: int) -> int:  # completions
+def served_together(
+    step: Step,
+    kv: int,  # bytes for keys and values
+) -> int:  # completions
     "How many completions of the full length vLLM can draw at once, with `kv` bytes for them."
     lengths = dict(prompt=step.prompt_length, group=step.num_generations)
     low, high = 0, 2**20

@@ -292,7 +292,9 @@ class HostStore:
             self.pages -= len(pages)
 
 # %% ../../nbs/model/18_offload.ipynb #1ee28540
-def base_causal_model(model: torch.nn.Module) -> torch.nn.Module:
+def base_causal_model(
+    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
+) -> torch.nn.Module:
     "The transformers model inside a PEFT wrapper (its adapters stay active), or the model itself."
     wrapped = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
     return model.get_base_model() if wrapped else model
@@ -351,7 +353,9 @@ class _KeptAttention:
 CHECKPOINTING = ("gradient_checkpointing", "_gradient_checkpointing_func")
 
 
-def check_layers(base: torch.nn.Module) -> None:  # ValueError with what to do
+def check_layers(
+    base: torch.nn.Module,  # of transformers
+) -> None:  # ValueError with what to do
     "Refuse a model whose layers cannot be computed again, or are offloaded already."
     if not getattr(base, "supports_gradient_checkpointing", False) or not hasattr(
         base, "_set_gradient_checkpointing"
@@ -613,7 +617,9 @@ def _trained_copy(module):
     }.get(type(module).__name__)
 
 # %% ../../nbs/model/18_offload.ipynb #eccc8adb
-def check_embedding(model: torch.nn.Module) -> None:  # ValueError with what to change
+def check_embedding(
+    model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
+) -> None:  # ValueError with what to change
     """Refuse an adapter config that trains an embedding in host memory: the table is frozen, so
     nothing would be trained."""
     for module in model.modules():
@@ -626,7 +632,10 @@ def check_embedding(model: torch.nn.Module) -> None:  # ValueError with what to 
             )
 
 
-def check_movable(embedding: torch.nn.Module, head: torch.nn.Module | None) -> None:
+def check_movable(
+    embedding: torch.nn.Module,  # a model's input embedding
+    head: torch.nn.Module | None,  # its output embedding
+) -> None:  # ValueError with what to change
     "Refuse an input embedding that is trained, tied to the head, or more than rows of a table."
     if wrapper := _trained_copy(embedding):
         raise ValueError(

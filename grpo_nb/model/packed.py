@@ -134,10 +134,10 @@ class PackedWeight(FrozenWeight):
 
 # %% ../../nbs/model/08_packed.ipynb #27bd752f
 def unpack(
-    blocks: torch.Tensor,  # (..., out, in/32, 16) uint8
-    scales: torch.Tensor,  # (..., out, in/32) uint8
-    dtype: torch.dtype,
-) -> torch.Tensor:  # (..., out, in)
+    blocks: torch.Tensor,  # (..., cols/32, 16) uint8
+    scales: torch.Tensor,  # (..., cols/32) uint8
+    dtype: torch.dtype,  # float32, bfloat16 or float16
+) -> torch.Tensor:  # (..., cols)
     "`mxfp4.dequantize`; on a GPU by a kernel, if Triton is there."
     if blocks.is_cuda and dtype != torch.float64 and importlib.util.find_spec("triton"):
         from grpo_nb.kernels import training_kernels

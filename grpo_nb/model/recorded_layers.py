@@ -83,7 +83,10 @@ def _refill_derived(static, source):
         refill(masks, source.masks(window))
 
 
-def refill(static: Any, source: Any) -> None:
+def refill(
+    static: Any,  # from `static_copy`
+    source: Any,  # of the same signature
+) -> None:
     "Copy the numbers of `source` into the tensors of a `static_copy`, where they are."
     if torch.is_tensor(static):
         static.copy_(source)
@@ -123,7 +126,10 @@ class Room:
         return found.clone() if isinstance(self.at, slice) else found
 
 
-def spread_room(sharing: Sharing, multiple: int) -> Room:
+def spread_room(
+    sharing: Sharing,
+    multiple: int,  # of tokens
+) -> Room:
     "Where the tokens of shared prompts and completions lie in their two rectangles."
     U, P, B, T = sharing.spread_out(multiple).shape
     return Room(U * P + B * T, sharing.spread_places(multiple))

@@ -112,7 +112,10 @@ class Sharing:
         of_completions = attention(qc, keys, values, sinks, mask=for_completions, **options)
         return self.in_row(of_prompts, of_completions)
 
-    def spread_shape(self, multiple: int) -> tuple[int, int, int, int]:
+    def spread_shape(
+        self,
+        multiple: int,  # of tokens; prompts are padded to an eighth of it, completions to a quarter
+    ) -> tuple[int, int, int, int]:
         """U, P, B, T of rectangles that few lengths share: prompts are padded to an eighth of
         `multiple`, completions to a quarter."""
         (U, P, B, T), least, steps = self.shape, max(1, multiple // 8), max(1, multiple // 4)

@@ -341,7 +341,10 @@ def released_files(
     return (folder, stored) if known else (None, {})
 
 
-def towers_in_16_bits(quantization: Any, model: Any) -> Any:  # the same settings, or a copy
+def towers_in_16_bits(
+    quantization: Any,  # a quantization_config of transformers
+    model: Any,  # a skeleton
+) -> Any:  # the same settings, or a copy
     "A quantization_config under which nothing of a skeleton is quantised that sees or hears."
     from transformers.quantizers.base import get_keys_to_not_convert
 
@@ -484,7 +487,10 @@ def _expected(shape, sources):
     return [(*scales, BLOCK // 2), scales], {"U8"}
 
 
-def check_sources(shape: torch.Size, sources: tuple[Stored, ...]) -> None:
+def check_sources(
+    shape: torch.Size,  # of the parameter
+    sources: tuple[Stored, ...],  # the tensor, or blocks and scales
+) -> None:  # ValueError with both shapes, or with the dtypes that can be read
     "Refuse tensors (or blocks and scales) whose shape or dtype is not what a parameter needs."
     shapes, dtypes = _expected(shape, sources)
     for source, expected in zip(sources, shapes):
@@ -502,7 +508,11 @@ def check_sources(shape: torch.Size, sources: tuple[Stored, ...]) -> None:
             )
 
 # %% ../../nbs/model/23_stored_weights.ipynb #9392b816
-def check_complete(model: torch.nn.Module, missing: list[str], extra: list[str]) -> None:
+def check_complete(
+    model: torch.nn.Module,  # a skeleton
+    missing: list[str],  # parameters without a tensor
+    extra: list[str],  # tensors without a parameter
+) -> None:  # ValueError with some of the names
     "Refuse a checkpoint that lacks tensors of the model, or has some without a parameter."
     if not missing and not extra:
         return
@@ -517,7 +527,11 @@ def check_complete(model: torch.nn.Module, missing: list[str], extra: list[str])
     )
 
 
-def match(model, stored: dict[str, Stored], wanted: dict[str, Form]) -> list[Step]:
+def match(
+    model: torch.nn.Module,  # a skeleton
+    stored: dict[str, Stored],  # from read_checkpoint
+    wanted: dict[str, Form],  # from forms
+) -> list[Step]:  # in the order of the files
     """Match each parameter of a skeleton with its stored tensors, in the order of the files.
     ValueError if tensors are missing, left over, or have another shape."""
     steps, missing = [], []
@@ -557,7 +571,11 @@ def nf4(
     return Params4bit(weight, requires_grad=False, **kind).to(weight.device)
 
 
-def pack_dense(dense: torch.Tensor, device: torch.device, dtype: torch.dtype) -> PackedWeight:
+def pack_dense(
+    dense: torch.Tensor,  # experts (E, in, out), on any device
+    device: torch.device,  # of the result
+    dtype: torch.dtype,  # that it is unpacked to for products
+) -> PackedWeight:
     "Experts (E, in, out) rounded to MXFP4, one at a time; `dtype`: what they are unpacked to."
     E, columns, rows = dense.shape
     blocks = torch.empty(E, rows, columns // BLOCK, BLOCK // 2, dtype=torch.uint8, device=device)
@@ -567,7 +585,12 @@ def pack_dense(dense: torch.Tensor, device: torch.device, dtype: torch.dtype) ->
     return PackedWeight(blocks, scales, dtype)
 
 
-def unpack_experts(blocks, scales, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def unpack_experts(
+    blocks: torch.Tensor,  # (E, out, in / 32, 16) uint8, on any device
+    scales: torch.Tensor,  # (E, out, in / 32) uint8
+    device: torch.device,  # of the result
+    dtype: torch.dtype,
+) -> torch.Tensor:  # (E, in, out)
     "Dense experts (E, in, out) from MXFP4 bytes, unpacked one expert at a time."
     E, rows, groups, _ = blocks.shape
     dense = torch.empty(E, groups * BLOCK, rows, dtype=dtype, device=device)
@@ -577,7 +600,10 @@ def unpack_experts(blocks, scales, device: torch.device, dtype: torch.dtype) -> 
     return dense
 
 # %% ../../nbs/model/23_stored_weights.ipynb #e3c9d503
-def read_parameter(step: Step, device: torch.device) -> torch.Tensor:
+def read_parameter(
+    step: Step,  # from match
+    device: torch.device,
+) -> torch.Tensor:  # in its form, on the device; no page of the file is part of it
     "Read one parameter in its form; no page of the file is part of it."
     tensors, form = [read_stored(source) for source in step.sources], step.form
     if len(tensors) == 2:

@@ -191,7 +191,10 @@ class Setup:
             },
         )
 
-    def changed(self, **changes) -> "Setup":
+    def changed(
+        self,
+        **changes,  # fields of this class, and settings of GRPOConfig
+    ) -> "Setup":
         "The same setup with some fields changed, or settings of GRPOConfig."
         own = {f.name for f in fields(self)}
         config = copy.copy(self.config)
@@ -252,7 +255,10 @@ def lengths_of(
     return dict(prompt_length=prompt_length, max_completion_length=context - prompt)
 
 
-def config_of(settings: dict, cards: int = 1) -> GRPOConfig:
+def config_of(
+    settings: dict,  # of GRPOConfig
+    cards: int = 1,
+) -> GRPOConfig:
     "A GRPOConfig; by default a card trains one sequence at a time and draws one group."
     if not settings.keys() & {"generation_batch_size", "steps_per_generation"}:
         drawn = settings.get("num_generations", 8) * cards
@@ -328,7 +334,9 @@ class Plan(Fit):
         }
 
 
-def crossing(setup: Setup) -> dict[str, int]:
+def crossing(
+    setup: Setup,
+) -> dict[str, int]:  # part of an update -> bytes; empty where each card holds all weights
     """What a card receives from the others in an update, part by part, if they share the weights:
     in each pass all that it has no share of. (Rows that are rounded up cross too.)"""
     s, config, others = setup, setup.config, setup.cards - 1
@@ -667,7 +675,10 @@ def server_urls(setup: Setup) -> list[str]:
     return [f"http://127.0.0.1:{FIRST_PORT + number}" for number in range(setup.samplers)]
 
 
-def server_lines(setup: Setup, model: str) -> list[str]:
+def server_lines(
+    setup: Setup,
+    model: str,  # its name or folder, or module:function
+) -> list[str]:
     """The command that starts each server, on the first cards of a machine; the model is a name, a
     folder or module:function."""
     flags = f"--max-loras {setup.adapters} --max-lora-rank {rank_flag(max(setup.lora_r, 1))}"
@@ -684,7 +695,10 @@ def server_lines(setup: Setup, model: str) -> list[str]:
     return lines
 
 
-def launch_line(setup: Setup, run: str) -> str:
+def launch_line(
+    setup: Setup,
+    run: str,  # the path of a recipe
+) -> str:
     "The command that trains a recipe, given by its path, one process for each card that trains."
     first, cards = setup.samplers, setup.cards
     start = f"torchrun --nproc-per-node {cards} -m grpo_nb" if cards > 1 else "grpo-nb"
@@ -806,7 +820,9 @@ NO_SETTING = {  # changes that are no setting -> in words
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
-def as_settings(changes: dict) -> dict[str, Any]:  # setting -> value, in the order of the changes
+def as_settings(
+    changes: dict,  # fields of Setup, and settings of GRPOConfig
+) -> dict[str, Any]:  # setting -> value, in the order of the changes
     "A change as settings of GRPOConfig and arguments of load_model."
     theirs = {
         "attention": {"attn_implementation": "auto"},
@@ -829,7 +845,9 @@ def as_settings(changes: dict) -> dict[str, Any]:  # setting -> value, in the or
     return found
 
 
-def in_words(changes: dict) -> str:  # "offload_activations=True, mini_batch=4"
+def in_words(
+    changes: dict,  # fields of Setup, and settings of GRPOConfig
+) -> str:  # "offload_activations=True, mini_batch=4"
     "A change as it is pasted into a call, or said where it is no setting."
     said = [NO_SETTING[name] for name in changes if name in NO_SETTING]
     return ", ".join(
@@ -963,7 +981,9 @@ def _what_is_left(asked, last):
 LEAST_CONTEXT = 1024  # tokens; a shorter one is no answer
 
 
-def fitting(plan: Plan) -> tuple[Plan, dict[str, Any]] | None:
+def fitting(
+    plan: Plan,
+) -> tuple[Plan, dict[str, Any]] | None:  # and the changes that lead to it; None: nothing does
     """The nearest plan that fits, and the changes that lead to it: with the advice; then with the
     longest context; then on a larger card. None: nothing does."""
     found = advise(plan)

@@ -274,7 +274,11 @@ def low_rank(
     return _launch_linear(x, [Projection(down) for down in downs], t)
 
 
-def project(x, projections, residual=None):
+def project(
+    x: torch.Tensor,  # (B, K)
+    projections: tuple[Projection, ...],  # one to three, of the same input
+    residual: torch.Tensor | None = None,  # (B, N) to add to the result, possibly wider
+) -> torch.Tensor:  # (B, sum of N), side by side; the residual's dtype if there is one
     """`decode_ops.project` of one to three layers by kernels, up to `MANY_ROWS` rows; weights in 4
     bits by their modules."""
     if len(x) > MANY_ROWS or any(p.module is not None for p in projections):
@@ -431,7 +435,20 @@ def _splits(
     return max(1, min(32, triton.next_power_of_2(triton.cdiv(264, programs))))
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #b0d559ac
-def attend(qkv, cos, sin, cache, rows, lengths, sinks, *, kv_heads, scale, reach=None):
+def attend(
+    # (B, (Hq + 2 Hk) D) queries, keys and values of one token a row, not rotated
+    qkv: torch.Tensor,
+    cos: torch.Tensor,  # (B, D/2) at each row's position
+    sin: torch.Tensor,  # (B, D/2)
+    cache: LayerCache,  # in pages, or a ring
+    rows: torch.Tensor,  # (B,) which row of the cache each is
+    lengths: torch.Tensor,  # (N+1,) int32, tokens in the cache before this one
+    sinks: torch.Tensor,  # (Hq,)
+    *,
+    kv_heads: int,  # Hk
+    scale: float,  # of the scores
+    reach: int | None = None,  # not needed: the kernel reads `lengths`
+) -> torch.Tensor:  # (B, Hq D)
     """`decode_ops.attend` by a kernel, and a second one that joins the parts of long rows; `reach`
     is not needed, as the kernel reads `lengths`."""
     B, (_, _, places, D) = len(qkv), cache.keys.shape
@@ -884,7 +901,15 @@ def _low_rank(x, lora, work, gather):
     return dict(t=expert_product(x, a, work, t, 16, 128, 3, gather=gather), up=b, scale=scale)
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #850b2fd2
-def moe(x, layer, next_norm, *, top, eps, dtype):
+def moe(
+    x: torch.Tensor,  # (B, H), the residual stream
+    layer: LayerWeights,
+    next_norm: torch.Tensor,  # (H,) of the layer that follows, or the model's last
+    *,
+    top: int,  # experts a token
+    eps: float,  # of the norms
+    dtype: torch.dtype,  # that is computed in; x may be wider
+) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
     "`decode_ops.moe` by five kernels, and one more for each matrix with adapters."
     (B, H), w = x.shape, layer.experts
     normed, logits = _route(x, layer, eps, dtype)
@@ -968,7 +993,10 @@ class BlockSums(NamedTuple):
     total: torch.Tensor  # sum of exp(logit - largest), float32
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #b5dd2e09
-def block_sums(logits: torch.Tensor, temperature: float = 1.0) -> BlockSums:
+def block_sums(
+    logits: torch.Tensor,  # (B, V)
+    temperature: float = 1.0,  # logits are divided by it
+) -> BlockSums:
     "One pass over all rows, each cut into blocks."
     B, V = logits.shape
     size = block_of(V)
@@ -988,7 +1016,9 @@ def block_of(V):
 
 
 def draw(
-    logits: torch.Tensor, uniform: torch.Tensor, temperature: float = 1.0
+    logits: torch.Tensor,  # (B, V), or log-probs; -inf for what must not be drawn
+    uniform: torch.Tensor,  # (B,) float64, in [0, 1)
+    temperature: float = 1.0,  # logits are divided by it
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
     "One token of each row, with one random number a row; -inf is never drawn."
     return pick(logits, uniform, block_sums(logits, temperature), temperature)
@@ -1036,7 +1066,10 @@ def _stream_kernel(rows, keys, counts, uniform):
     tl.store(uniform + b, bits.to(tl.float64) * 1.1102230246251565e-16)  # 2 ** -53
 
 
-def stream_numbers(rows, state):
+def stream_numbers(
+    rows: torch.Tensor,  # (B,) which completion each row is
+    state: DecodeState,  # with `keys`
+) -> torch.Tensor:  # (B,) float64 in [0, 1)
     "`decode_ops.stream_numbers` by a kernel."
     uniform = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
     _stream_kernel[(len(rows),)](rows, state.keys, state.counts, uniform, num_warps=1)
@@ -1066,7 +1099,13 @@ def _append_kernel(
             tl.store(alive + row, False)
 
 
-def append_tokens(rows, tokens, logps, stop, state):
+def append_tokens(
+    rows: torch.Tensor,  # (B,) which completion each row is
+    tokens: torch.Tensor,  # (B,) drawn
+    logps: torch.Tensor,  # (B,) their log-probs
+    stop: torch.Tensor,  # (S,) tokens that end a completion
+    state: DecodeState,  # written to
+) -> None:
     "`decode_ops.append_tokens` by a kernel."
     p, options = state, dict(SP=triton.next_power_of_2(max(1, len(stop))), num_warps=1)
     held = p.ids, p.logps, p.last, p.lengths, p.counts, p.alive, p.ids.shape[1]

@@ -253,7 +253,14 @@ def append_tokens(
         state.seen[each, tokens] = True
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #d008fa05
-def append_column(rows, column, tokens, logps, stop, state) -> None:
+def append_column(
+    rows: torch.Tensor | slice,  # (B,) which completion each row is
+    column: int,  # how many tokens each row had before, those that have ended left aside
+    tokens: torch.Tensor,  # (B,) drawn
+    logps: torch.Tensor,  # (B,) their log-probs
+    stop: torch.Tensor,  # (S,) tokens that end a completion
+    state: DecodeState,  # written to; beyond a row's count anything may stand
+) -> None:
     """`append_tokens` in fewer calls, for rows that have drawn equally many tokens, `column`, those
     that have ended left aside; beyond a row's count anything may stand."""
     going = state.alive[rows]
@@ -303,7 +310,11 @@ def complex_pairs(
 # %% ../../nbs/rollout/06_decode_ops.ipynb #03370666
 @torch.no_grad()
 def small_layer(
-    layer: LayerWeights, *, kv_heads: int, top: int, eps: float
+    layer: LayerWeights,
+    *,
+    kv_heads: int,  # Hk
+    top: int,  # experts a token
+    eps: float,  # of the norms
 ) -> SmallLayer:  # of the weights as they are now
     "Copies of a layer's weights with everything computed that does not depend on the tokens."
     e, alpha, width, heads = layer.experts, layer.experts.alpha, len(layer.norm), len(layer.sinks)

@@ -246,7 +246,12 @@ def packed_positions(
 class Decoder(GptOssTensors):
     "A gpt-oss that reads prompts, feeds a token to each row, and scores the next."
 
-    def cache(self, lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> KVCache:
+    def cache(
+        self,
+        lengths: Sequence[int],  # tokens of the prompts
+        groups: Sequence[int],  # completions of each
+        max_tokens: int,  # of a completion
+    ) -> KVCache:
         "An empty cache that is large enough for these completions, as in `CacheShape.pages`."
         shape = self.shape_for(max(lengths) + max_tokens)
         return KVCache(shape, lengths, groups, max_tokens, self.device)
@@ -304,7 +309,14 @@ class Decoder(GptOssTensors):
         "Queries, keys and values of a layer, side by side."
         return ops.project(normed, (layer.query, layer.key, layer.value))
 
-    def rest(self, ops, x, attended, layer, next_norm):  # the residual stream (B, H), and its norm
+    def rest(
+        self,
+        ops,  # `decode_ops`, or the kernels of the same names
+        x: torch.Tensor,  # (B, H), the residual stream
+        attended: torch.Tensor,  # (B, Hq D)
+        layer: LayerWeights,
+        next_norm: torch.Tensor,  # of the layer that follows, or the model's last
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
         "All of a layer that follows attention, and the next norm."
         x = ops.project(attended, (layer.output,), residual=x)
         return ops.moe(x, layer, next_norm, **self.moe_settings)
@@ -547,7 +559,11 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MOST_DRAWN_TOGE
 
 
 def draw_tokens(
-    decoder, logits, params, seen, uniform
+    decoder: Decoder,
+    logits: torch.Tensor,  # (B, V)
+    params: SamplingParams,
+    seen: torch.Tensor | None,  # (B, V), with a repetition penalty
+    uniform: torch.Tensor | None,  # (B,) float64 in [0, 1); None: greedy
 ) -> tuple:  # tokens (B,), their log-probs (B,), and what was left, where a filter cuts
     "`sample`; on a GPU by kernels."
     if decoder.ops is decode_ops or params.temperature == 0:

@@ -70,7 +70,13 @@ def _add_norm_kernel(
     tl.store(normed + b * H + i, result.to(normed.dtype.element_ty), mask=inside)
 
 
-def add_norm(x, y, by, after, dtype):
+def add_norm(
+    x: torch.Tensor,  # (B, H), the residual stream
+    y: torch.Tensor,  # (B, H), to be added to it
+    by: Norm,  # of the sum
+    after: Norm | None,  # of y, before it is added
+    dtype: torch.dtype,  # that is computed in; x may be wider
+) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
     "`dense_ops.add_norm` by a kernel."
     B, H = x.shape
     total, normed, first = torch.empty_like(x), x.new_empty(B, H, dtype=dtype), after or by
@@ -101,7 +107,12 @@ def _norm_heads_kernel(
     tl.store(at, _times_gamma(y, tl.load(gamma + i), FIRST, dtype).to(dtype))
 
 
-def norm_heads(qkv, norms, kv_heads, head_dim):
+def norm_heads(
+    qkv: torch.Tensor,  # (B, (Hq + 2 Hk) D); queries and keys are overwritten
+    norms: tuple[Norm, Norm],  # of queries and of keys
+    kv_heads: int,  # Hk
+    head_dim: int,  # D, a power of two
+) -> torch.Tensor:  # (B, (Hq + 2 Hk) D), which is `qkv`
     "`dense_ops.norm_heads` by a kernel, in place; `head_dim` is a power of two."
     (B, width), (query, key) = qkv.shape, norms
     heads = width // head_dim - kv_heads
@@ -142,7 +153,12 @@ def _add_low_rank_kernel(
     tl.store(at, sums.to(y.dtype.element_ty), mask=keep)
 
 
-def add_low_rank(y, t, up, scale):
+def add_low_rank(
+    y: torch.Tensor,  # (M, N), written to
+    t: torch.Tensor,  # (M, R) float32, x A^T, rows side by side in memory or further apart
+    up: torch.Tensor,  # (N, R), B
+    scale: float,
+) -> torch.Tensor:  # (M, N), which is `y`
     """Add an adapter's product to the result y (M, N) of its linear layer, in place: t (M, R)
     float32 is x A^T, its rows side by side in memory or further apart, and up (N, R) is B."""
     (M, N), R = y.shape, t.shape[1]
@@ -161,7 +177,8 @@ def _base_product(x, p):
 
 # %% ../../nbs/rollout/13_dense_kernels.ipynb #d5668456
 def products(
-    x: torch.Tensor, projections: tuple[Projection, ...]
+    x: torch.Tensor,  # (M, K)
+    projections: tuple[Projection, ...],  # of the same input
 ) -> list[torch.Tensor]:  # (M, N) of each; for few rows (M, sum of N), side by side
     "Linear layers of one input, adapters included, not laid side by side where that is a copy."
     four_bits = any(p.module is not None for p in projections)
@@ -176,7 +193,10 @@ def products(
     return parts
 
 
-def project(x, projections):
+def project(
+    x: torch.Tensor,  # (M, K)
+    projections: tuple[Projection, ...],  # of the same input
+) -> torch.Tensor:  # (M, sum of N), side by side
     "`decode_ops.project` by kernels and cuBLAS."
     parts = products(x, projections)
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -210,7 +230,10 @@ def activate(
     return out
 
 
-def gated_mlp(x, layer):
+def gated_mlp(
+    x: torch.Tensor,  # (B, H), normed
+    layer: DenseLayer,
+) -> torch.Tensor:  # (B, H), to be added to the residual stream
     "`dense_ops.gated_mlp` with the activation by a kernel."
     parts = products(x, layer.gate_up)
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)

@@ -296,7 +296,16 @@ def rollout_of(
 
 # %% ../../nbs/rollout/03_engine.ipynb #c9dc29cb
 def complete_in_place(
-    model, prompt_ids, params, stop, *, pad_token_id=0, keys=None, on_tokens=lambda count: None
+    model: PreTrainedModel,  # in evaluation mode
+    prompt_ids: list[list[int]],  # B prompts
+    params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
+    stop: torch.Tensor,  # (S,) ids that end a completion, on the model's device; may be empty
+    *,
+    pad_token_id: int = 0,  # any legal id
+    # (B,) of each row's own random numbers; None: torch's global ones
+    keys: torch.Tensor | None = None,
+    # called with the steps done since the last call
+    on_tokens: Callable[[int], object] = lambda count: None,
 ) -> Rollout:  # B completions
     """`complete` with a cache that has room for all tokens, if the memory suffices; on a GPU steps
     are recorded."""
@@ -354,7 +363,12 @@ def reading_bytes(
 class GrowingShape(CacheShape):
     "The cache of transformers' modules: rows of one length, nothing shared."
 
-    def bytes(self, lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> int:
+    def bytes(
+        self,
+        lengths: Sequence[int],  # of the U prompts
+        groups: Sequence[int],  # completions of each
+        max_tokens: int,  # of a completion
+    ) -> int:
         "Bytes of the cache once every completion has its full length."
         longest = max(lengths) + max_tokens - 1  # the last token drawn is never read
         token = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
@@ -764,7 +778,11 @@ class RolloutEngine:
             torch.cuda.empty_cache()
         return self.model.device
 
-    def publish(self, model: PreTrainedModel, version: int) -> None:
+    def publish(
+        self,
+        model: PreTrainedModel,  # the model this engine was built with
+        version: int,  # of its weights as they are now
+    ) -> None:
         "Note the version. Nothing is sent: the engine decodes on the trained tensors."
         self.version = version
 

@@ -95,7 +95,10 @@ def _look_kernel(
     tl.store(block_s + b * BLOCKS + c, tl.sum(share, 0))
 
 
-def look(logits: torch.Tensor, temperature: float = 1.0) -> Looks:
+def look(
+    logits: torch.Tensor,  # (B, V)
+    temperature: float = 1.0,  # logits are divided by it
+) -> Looks:
     "The largest logit and the sum of exp(logit) of every 256, and of blocks of these."
     (B, V), size = logits.shape, decode_kernels.block_of(logits.shape[1])
     blocks, chunk = triton.cdiv(V, size), min(size, CHUNK)
@@ -185,7 +188,14 @@ def _begin_kernel(
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are zero in these formats as float32
 
 
-def begin(looks, V, wanted=0, share=0.0, temperature=1.0, least=None) -> Start:
+def begin(
+    looks: Looks,
+    V: int,  # logits of a row
+    wanted: int = 0,  # as in `search`, and so on
+    share: float = 0.0,
+    temperature: float = 1.0,
+    least: torch.Tensor | None = None,
+) -> Start:
     "Which chunks `search` looks through, which takes the same, and from which number on."
     (B, C), device, size = looks.tops.shape, looks.tops.device, decode_kernels.block_of(V)
     make = partial(torch.empty, device=device)
@@ -377,7 +387,9 @@ def search(
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #b2361f49
 def least_kept(
-    logits: torch.Tensor, params: SamplingParams, looks: Looks
+    logits: torch.Tensor,  # (B, V), any float dtype
+    params: SamplingParams,  # with top_k, top_p or min_p
+    looks: Looks,  # of them at this temperature
 ) -> torch.Tensor:  # (B,) float32
     "The least logit of each row that top_k, top_p and min_p leave; one of them is set."
     least, temperature = None, params.temperature
@@ -487,7 +499,12 @@ def _ids_kernel(
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #a07c1d96
 def kept_ids(
-    logits, least, sums, kept, counts, room
+    logits: torch.Tensor,  # (B, V)
+    least: torch.Tensor,  # (B,) float32
+    sums: BlockSums,  # of all logits
+    kept: BlockSums,  # of those from `least` on, by `kept_sums`
+    counts: torch.Tensor,  # (B, blocks) how many these are
+    room: int,  # K
 ) -> Survivors:  # ids (B, K), ascending; all -1 in a row that keeps more than K
     """Which tokens are kept, or how probable they are together: `kept` and `counts` are those of
     `kept_sums`, `sums` those of all logits."""
@@ -501,7 +518,11 @@ def kept_ids(
     return Survivors(ids, log_mass)
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #cb1ebc4e
-def draw(logits, params, uniform):
+def draw(
+    logits: torch.Tensor,  # (B, V), any float dtype
+    params: SamplingParams,  # with top_k, top_p or min_p
+    uniform: torch.Tensor,  # (B,) float64, in [0, 1)
+) -> tuple[torch.Tensor, torch.Tensor, Survivors]:  # tokens (B,), logps (B,), and what was left
     "`sampling.sample_recorded` by kernels."
     temperature = params.temperature
     looks = look(logits, temperature)

@@ -37,7 +37,10 @@ class CacheShape:
         so it takes no slot."""
         return 1 if self.page is None else -(-(length + max_tokens - 1) // self.page)
 
-    def shared(self, length: int) -> int:  # pages
+    def shared(
+        self,
+        length: int,  # tokens of a prompt
+    ) -> int:  # pages
         "Pages that the prompt fills to the end."
         return 0 if self.page is None else length // self.page
 
@@ -55,7 +58,12 @@ class CacheShape:
             for p, g in zip(lengths, groups)
         )
 
-    def bytes(self, lengths: Sequence[int], groups: Sequence[int], max_tokens: int) -> int:
+    def bytes(
+        self,
+        lengths: Sequence[int],  # of the U prompts
+        groups: Sequence[int],  # completions of each
+        max_tokens: int,  # of a completion
+    ) -> int:
         "The size of a cache for completions as in `pages`, rings included, before it is allocated."
         pages = self.pages(lengths, groups, max_tokens)
         return self.size(sum(groups), pages, max(lengths) + max_tokens - 1)
@@ -81,7 +89,10 @@ class CacheShape:
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #0f98e946
 def page_tables(
-    shape: CacheShape, lengths: Sequence[int], groups: Sequence[int], max_tokens: int
+    shape: CacheShape,
+    lengths: Sequence[int],  # tokens of the U prompts
+    groups: Sequence[int],  # completions of each
+    max_tokens: int,  # of a completion
 ) -> list[list[int]]:  # N = sum(groups) lists of page numbers
     "The pages of each row in the order of its tokens, for completions as in `CacheShape.pages`."
     if shape.page is None:
@@ -126,7 +137,14 @@ class LayerCache:
 class KVCache:
     "The keys and values of N = sum(groups) completions, the rows of a prompt side by side."
 
-    def __init__(self, shape, lengths, groups, max_tokens, device):  # as for `CacheShape.pages`
+    def __init__(
+        self,
+        shape: CacheShape,
+        lengths: Sequence[int],  # tokens of the U prompts
+        groups: Sequence[int],  # completions of each
+        max_tokens: int,  # of a completion
+        device: torch.device | str,
+    ):
         self.shape, self.lengths, self.groups = shape, list(lengths), list(groups)
         self.device = torch.device(device)
         self.tables, table = page_tables(shape, lengths, groups, max_tokens), None
@@ -219,7 +237,12 @@ class SlotCache(KVCache):
     the longest prompt and its completion together."""
 
     def __init__(
-        self, shape: CacheShape, rows: int, pages: int, reach: int, device: torch.device | str
+        self,
+        shape: CacheShape,
+        rows: int,  # S, completions at a time
+        pages: int,  # that they share, the spare one included
+        reach: int,  # tokens of the longest prompt and its completion together
+        device: torch.device | str,
     ):
         self.shape, self.device = shape, torch.device(device)
         self.lengths, self.held = {}, {}  # of each prompt whose tokens are stored: tokens, rows
@@ -232,7 +255,11 @@ class SlotCache(KVCache):
         self.table = table
         self._allocate(rows + 1, pages, reach - 1, table)  # the last token is never read
 
-    def room(self, length: int, max_tokens: int) -> int | float:  # completions
+    def room(
+        self,
+        length: int,  # tokens of a prompt
+        max_tokens: int,  # of its completions
+    ) -> int | float:  # completions
         "How many completions of a prompt there are pages for."
         if self.shape.page is None:
             return float("inf")
@@ -317,7 +344,14 @@ class AlignedCache:
     "Keys and values of N = sum(groups) completions whose prompts all end in the same column."
 
     # as for `KVCache`, but that pages do not matter; sinks: (Hq,) of each layer
-    def __init__(self, shape, lengths, groups, max_tokens, sinks):
+    def __init__(
+        self,
+        shape: CacheShape,  # its pages do not matter
+        lengths: Sequence[int],  # tokens of the U prompts
+        groups: Sequence[int],  # completions of each
+        max_tokens: int,  # of a completion
+        sinks: Sequence[torch.Tensor],  # (Hq,) of each layer
+    ):
         self.shape, self.lengths, self.longest = shape, list(lengths), max(lengths)
         # (N,) the prompt of each completion
         self.owner = torch.arange(len(lengths)).repeat_interleave(torch.tensor(groups))
@@ -328,7 +362,11 @@ class AlignedCache:
             for window, sink in zip(shape.windows, sinks)
         ]
 
-    def slots(self, prompts: Sequence[int]) -> dict[int, tuple]:
+    def slots(
+        self,
+        prompts: Sequence[int],  # numbers of the prompts, packed one after the other in this order
+        # token, row, slot after the sink's, for layers of so many slots
+    ) -> dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         "As `KVCache.slots`: token, row, slot after the sink's, for layers of so many slots."
         sizes, start = {layer.slots: [] for layer in self.layers}, 0
         for number in prompts:
@@ -339,7 +377,13 @@ class AlignedCache:
             start += length
         return {size: _span_indices(spans, "cpu", size) for size, spans in sizes.items()}
 
-    def store(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: dict) -> None:
+    def store(
+        self,
+        layer: int,  # its number
+        keys: torch.Tensor,  # (T, Hk, D) of the packed prompts, rotated
+        values: torch.Tensor,  # (T, Hk, D)
+        slots: dict,  # of the same prompts
+    ) -> None:
         "As `KVCache.store`: write the prompts' keys and values of a layer, and unmask their slots."
         layer = self.layers[layer]
         token, row, slot = slots[layer.slots]
@@ -347,7 +391,11 @@ class AlignedCache:
         layer.kv[1][row, :, 1 + slot] = values[token]
         layer.mask[row, :, :, 1 + slot] = 0
 
-    def prefix(self, row: int, length: int) -> list[torch.Tensor]:
+    def prefix(
+        self,
+        row: int,  # of a completion whose newest token is the newest of all
+        length: int,  # its tokens that are stored
+    ) -> list[torch.Tensor]:  # of each layer (P, 2, Hk, D)
         "`KVCache.prefix` of a completion whose newest token is the newest of all."
         owner = int(self.owner[row])
         index = owner if self.rows is None else int(torch.searchsorted(self.rows, row))
@@ -397,7 +445,14 @@ def rows_that_fit(
 
 # %% ../../nbs/rollout/05_kv_cache.ipynb #39a66ac8
 def slots_that_fit(
-    shape, lengths, groups, max_tokens, free, most, row_bytes=0, fixed_bytes=0
+    shape: CacheShape,
+    lengths: Sequence[int],  # tokens of the U prompts, in the order in which they will be drawn
+    groups: Sequence[int],  # completions of each
+    max_tokens: int,  # of a completion
+    free: int,  # bytes that may be used
+    most: int,  # rows at a time
+    row_bytes: int = 0,  # what a row takes beside the cache: logits and the like
+    fixed_bytes: int = 0,  # what is needed once: reading the prompts, the results
 ) -> tuple[int, int]:  # rows, pages; MemoryError with the numbers if one row does not fit
     """How many completions are decoded at a time, and how many pages they share: `groups` of each
     prompt, at most `most` at a time, the rest as for `rows_that_fit`."""

@@ -162,7 +162,18 @@ class ModuleDecoder:
     False for the padding at the left. `params`, `stop` and `keys` are as for the engine's
     `complete`, and `seen` (B, V) is needed with a repetition penalty."""
 
-    def __init__(self, model, cache, mask, params, stop, seen=None, keys=None):
+    def __init__(
+        self,
+        model: PreTrainedModel,  # in evaluation mode
+        cache: Cache,  # of transformers, with B prompts read; it is emptied
+        mask: torch.Tensor,  # (B, L) bool, False for the padding at the left
+        params: SamplingParams,  # how to draw; `n` and `seed` are the caller's business
+        stop: torch.Tensor,  # (S,) ids that end a completion
+        # (B, V) bool, tokens of the prompt; needed with a repetition penalty
+        seen: torch.Tensor | None = None,
+        # (B,) of each row's own random numbers; None: torch's global ones
+        keys: torch.Tensor | None = None,
+    ):
         (B, L), device, self.config = mask.shape, mask.device, model.config.get_text_config()
         self.model, self.params, self.stop = model, params, stop
         self.cache_name = cache_name(model)

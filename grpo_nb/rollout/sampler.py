@@ -171,7 +171,11 @@ class FunctionSampler:
         rollout.versions = torch.full((len(wanted),), self.version, device=self.device)
         return rollout
 
-    def publish(self, model: torch.nn.Module, version: int) -> None:
+    def publish(
+        self,
+        model: torch.nn.Module,  # the trained model, which the function knows from its caller
+        version: int,  # of its weights as they are now
+    ) -> None:
         "Note the version; the function looks up the weights itself, of its caller's model."
         self.version = version
 

@@ -296,7 +296,11 @@ def room_for_survivors(
 
 
 def sample_recorded(
-    logits, params, seen=None, generator=None, uniform=None
+    logits: torch.Tensor,  # (N, V) of the last position
+    params: SamplingParams,  # with top_k, top_p or min_p
+    seen: torch.Tensor | None = None,  # (N, V) bool, needed with a repetition penalty
+    generator: torch.Generator | None = None,  # None is torch's global one
+    uniform: torch.Tensor | None = None,  # (N,) in [0, 1), drawn before
 ) -> tuple[torch.Tensor, torch.Tensor, Survivors]:  # tokens (N,), logps (N,), and what was left
     "`sample_tokens` with top_k, top_p or min_p, and what was left to draw from."
     logprobs, room = processed_log_probs(logits, params, seen), room_for_survivors(params)

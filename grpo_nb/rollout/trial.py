@@ -108,7 +108,10 @@ def tolerance(
     return max(least, TIMES * spread)
 
 # %% ../../nbs/rollout/09_trial.ipynb #3dbeef3a
-def compile_first(decoder: Any, rows: list[list[int]]) -> None:
+def compile_first(
+    decoder: Any,  # a `Decoder`
+    rows: list[list[int]],
+) -> None:
     "Compile what a trial launches, all at once."
     if decoder.device.type == "cuda":
         with torch.cuda.device(decoder.device), suppress(Exception):  # it does without
@@ -141,7 +144,12 @@ def difference(
     return None
 
 # %% ../../nbs/rollout/09_trial.ipynb #a2245423
-def tried(model, decoder, autocast_dtype=None, window=0) -> str | None:
+def tried(
+    model: torch.nn.Module,  # in any mode
+    decoder: Any,  # of this model
+    autocast_dtype: torch.dtype | None = None,  # in which the model's modules are called
+    window: int = 0,  # the largest that a row has to outgrow
+) -> str | None:  # None: it computes what the model computes
     "`difference` as completions are drawn, or the error that a trial ended in."
     from grpo_nb.rollout.engine import evaluating
 

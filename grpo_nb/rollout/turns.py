@@ -291,7 +291,10 @@ def parse_hermes(
     return as_message("\n".join(filter(None, content)), calls, reasoning_content=thinking)
 
 # %% ../../nbs/rollout/18_turns.ipynb #a135d39e
-def parse_llama(text: str, kinds: Mapping[str, Mapping] = {}) -> dict[str, Any]:
+def parse_llama(
+    text: str,  # of a turn
+    kinds: Mapping[str, Mapping] = {},  # not needed: JSON has types
+) -> dict[str, Any]:  # a message; ValueError for JSON that is broken
     "The format of Llama 3: the answer is one JSON object with a name and parameters."
     body = text.strip().removeprefix("<|python_tag|>").strip()
     if not body.startswith("{"):
@@ -306,7 +309,10 @@ def parse_llama(text: str, kinds: Mapping[str, Mapping] = {}) -> dict[str, Any]:
 MESSAGE_END = re.compile(r"<\|(?:end|call|return|eom|eot)\|>")
 
 
-def parse_harmony(text: str, kinds: Mapping[str, Mapping] = {}) -> dict[str, Any]:
+def parse_harmony(
+    text: str,  # of a turn
+    kinds: Mapping[str, Mapping] = {},
+) -> dict[str, Any]:  # a message; ValueError for a call whose arguments are no object
     """The format of gpt-oss: thoughts, answers and calls are messages on channels. The turn goes on
     where the template wrote `<|start|>assistant`."""
     thinking, content, calls = [], [], []
@@ -410,7 +416,9 @@ TRIAL = (
 
 
 def turn_with(
-    calls: Sequence[dict], tokenizer: Any, variables: Mapping[str, Any]
+    calls: Sequence[dict],
+    tokenizer: Any,
+    variables: Mapping[str, Any],  # of the chat template
 ) -> tuple[list[int], list[int]]:  # token ids before the model's turn, and those of the turn
     "A turn with calls, as the template writes it."
     asked = [{"role": "user", "content": "q"}]
@@ -424,7 +432,8 @@ def turn_with(
 
 
 def trials(
-    tokenizer: Any, variables: Mapping[str, Any]
+    tokenizer: Any,
+    variables: Mapping[str, Any],  # of the chat template
 ) -> list[tuple[list[dict], list[int], list[int]]]:  # calls, ids before the turn, the turn
     "Turns with calls to try parsers with; ValueError if the template writes none."
     found, why = [], ""
@@ -503,7 +512,9 @@ def short_call(name: str) -> list[dict]:
 
 
 def turn_end(
-    tokenizer: Any, name: str, variables: Mapping[str, Any]
+    tokenizer: Any,
+    name: str,  # of a tool
+    variables: Mapping[str, Any],  # of the chat template
 ) -> tuple[int, int]:  # the token that ends a turn with a call, and how often a short one has it
     "The last special token that the template writes for a call, or the first of the answer."
     ids = rendered(short_call(name), tokenizer, variables, False)
@@ -779,7 +790,9 @@ class Transcript:
 
 # %% ../../nbs/rollout/18_turns.ipynb #dab16bd6
 def check_template(
-    tokenizer: Any, tools: Toolset, variables: Mapping[str, Any]
+    tokenizer: Any,
+    tools: Toolset,
+    variables: Mapping[str, Any],  # of the chat template
 ) -> None:  # ValueError
     "Refuse a chat template that shows the model no tools, or not what they answer."
     name = next(iter(tools.functions), "tool")
@@ -798,7 +811,11 @@ def check_template(
         )
 
 # %% ../../nbs/rollout/18_turns.ipynb #6217a8fe
-def next_turn(number: int, row: Transcript, max_tokens: int) -> Asked:
+def next_turn(
+    number: int,  # of the row
+    row: Transcript,
+    max_tokens: int,  # of a whole completion
+) -> Asked:
     "A row's next turn. Its random numbers go on where the last turn's ended."
     prefix, row.prefix = row.prefix, None  # the sampler alone has it, until it is read
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
@@ -853,7 +870,10 @@ class TurnCalls:
         return as_message(content, calls, **rest)
 
     def answered(
-        self, row: Transcript, results: list[tuple[dict, bool, bool]], max_tokens: int
+        self,
+        row: Transcript,
+        results: list[tuple[dict, bool, bool]],  # of `CallsOfOne.replies`
+        max_tokens: int,  # of the completion
     ) -> int:  # tokens that it may still draw
         "Append what its calls have answered, of `CallsOfOne.replies`."
         row.calls += len(results)
@@ -1001,7 +1021,11 @@ class TurnSampler(TurnDraws):
                 stacklevel=2,
             )
 
-    def publish(self, model: torch.nn.Module, version: int) -> None:
+    def publish(
+        self,
+        model: torch.nn.Module,  # the trained model
+        version: int,  # of its weights as they are now
+    ) -> None:
         "Hand the weights to the sampler that draws the turns."
         self.sampler.publish(model, version)
 

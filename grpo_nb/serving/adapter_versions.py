@@ -13,7 +13,7 @@ import shutil
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -94,7 +94,10 @@ def settings_of(
     return tuple(one if isinstance(one, dict) else {} for one in found)
 
 
-def needed_flags(max_loras: int, rank: int = 16) -> str:
+def needed_flags(
+    max_loras: int,  # versions that the run holds at once
+    rank: int = 16,  # of the adapter
+) -> str:
     "The flags of `vllm serve` that a run needs."
     return (
         f"--enable-lora --max-lora-rank {rank_flag(rank)} --max-loras {max_loras} "
@@ -103,7 +106,9 @@ def needed_flags(max_loras: int, rank: int = 16) -> str:
 
 
 def faults(
-    settings: tuple[dict, dict, dict], max_loras: int, rank: int
+    settings: tuple[dict, dict, dict],  # from `settings_of`
+    max_loras: int,  # versions that the run holds at once
+    rank: int,  # of the adapter
 ) -> list[str]:  # sentences; empty: none
     "What has to be changed about a server before adapters can be served."
     lora, _, parallel = settings
@@ -404,8 +409,12 @@ class AdapterVersions(AdapterNames):
     WHAT = "the adapter"
 
     def __init__(
-        self, servers: Servers, folder: str | Path, max_loras: int = 2, share=lambda value: value
-    ):  # as for `VLLMServer`
+        self,
+        servers: Servers,
+        folder: str | Path,  # of this run alone; every server has to see it
+        max_loras: int = 2,  # versions that a server holds at once
+        share: Callable[[Any], Any] = lambda value: value,  # gives all processes what the first has
+    ):
         self.servers, self.max_loras, self.share = servers, max_loras, share
         self.folder = Path(folder).expanduser().resolve()
         self.lock, self.publishing = threading.Lock(), threading.Lock()
@@ -430,7 +439,11 @@ class AdapterVersions(AdapterNames):
         for folder in self.folder.glob("policy-??????-v*"):
             shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(self, model: Any, version: int) -> None:
+    def publish(
+        self,
+        model: Any,  # the trained model, with an adapter
+        version: int,  # of its weights as they are now
+    ) -> None:
         "Write the adapter, load it on every server, and draw with it from now on."
         with self.publishing:
             name = error = None

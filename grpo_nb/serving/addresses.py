@@ -61,7 +61,12 @@ class Together:
 class Address:
     "A server, by its address."
 
-    def __init__(self, url: str, api_key: str | None = None, timeout_s: float = 600.0):
+    def __init__(
+        self,
+        url: str,  # "http://127.0.0.1:8000"
+        api_key: str | None = None,  # a token that is sent along
+        timeout_s: float = 600.0,  # without a byte of an answer
+    ):
         parts, port = parts_of(url)
         self.secure = parts.scheme == "https"
         self.host, self.port = parts.hostname, port or (443 if self.secure else 80)
@@ -180,7 +185,10 @@ def reason_of(
     return "a page for a browser" if text.lower().startswith(("<!doctype", "<html")) else text[:500]
 
 
-def refusal(status: int, answer: Any) -> str:
+def refusal(
+    status: int,
+    answer: Any,  # to a request that was not done
+) -> str:
     "A server's refusal with its status, and what to do where a token is wrong or missing."
     said = f"{status}: {reason_of(answer)}"
     if status not in (401, 403):

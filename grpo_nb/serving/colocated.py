@@ -174,7 +174,10 @@ def vllm_environment(
     return {**kept, **own, "VLLM_API_KEY": api_key}
 
 # %% ../../nbs/serving/06_colocated.ipynb #7e44aa02
-def bytes_served(model: Any, dtype: torch.dtype) -> int:
+def bytes_served(
+    model: Any,  # that is trained
+    dtype: torch.dtype,  # that vLLM loads it in
+) -> int:
     "What a model's weights take in vLLM: MXFP4 as it is, NF4 and float8 in 16 bits."
     total = 0
     for module in model.modules():

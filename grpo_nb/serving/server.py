@@ -338,7 +338,9 @@ class ServerDraws(ServerRequests):
         return rollout
 
     def draw_arrivals(
-        self, arrivals: Arrivals, params: SamplingParams
+        self,
+        arrivals: Arrivals,
+        params: SamplingParams,  # how to draw; `n` is one
     ) -> torch.device | str:  # of what was drawn
         "Draw each turn as soon as it is asked for; a server draws together what it is asked for."
         threads = min(arrivals.rows, AT_ONCE * len(self.addresses))

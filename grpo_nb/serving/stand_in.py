@@ -179,7 +179,10 @@ for match, pattern in given["patterns"]:
 """
 
 
-def check_patterns(config: PeftConfig, model: Any) -> None:  # Refusal
+def check_patterns(
+    config: PeftConfig,
+    model: Any,  # whose names PEFT will match them with
+) -> None:  # Refusal
     "Refuse patterns that match for ever: they are tried in a process that can be ended."
     whole = [one for one in (config.target_modules, config.exclude_modules) if isinstance(one, str)]
     layers = config.layers_pattern or []
@@ -204,7 +207,11 @@ def check_patterns(config: PeftConfig, model: Any) -> None:  # Refusal
 class Adapters:
     "A model, and the adapters that are held beside it, each under its name."
 
-    def __init__(self, model: Any, max_lora_rank: int = 64):
+    def __init__(
+        self,
+        model: Any,  # of transformers, without adapters
+        max_lora_rank: int = 64,
+    ):
         self.model, self.max_lora_rank = model, max_lora_rank
         self.folders: dict[str, Path] = {}  # name -> where it was read
 
@@ -820,7 +827,9 @@ class Server(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 128
 
     def __init__(
-        self, host: str, port: int
+        self,
+        host: str,
+        port: int,  # 0: one that is free
     ):  # OSError; the address is taken, and nobody is let in before `listen`
         self.room, self.changed = threading.Semaphore(MOST_CONNECTIONS), threading.Condition()
         self.busy, self.held = 0, 0  # requests under way, and their bytes
@@ -906,7 +915,11 @@ def open_server(
 
 
 @contextmanager
-def serving(stand_in: StandIn, host: str = "127.0.0.1", port: int = 0):
+def serving(
+    stand_in: StandIn,
+    host: str = "127.0.0.1",
+    port: int = 0,  # 0: one that is free
+):
     "`with serving(stand_in) as url:` answers requests from a thread, until the block ends."
     server = open_server(stand_in, host, port)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)

@@ -59,7 +59,10 @@ class Copy:
 
     @torch.no_grad()
     def draw(
-        self, weights: dict[str, torch.Tensor] | None, prompts: Sequence, params: SamplingParams
+        self,
+        weights: dict[str, torch.Tensor] | None,  # by name; None: those of the last call
+        prompts: Sequence,
+        params: SamplingParams,
     ) -> Rollout:
         "Load weights, and draw with them."
         for name, p in self.model.named_parameters() if weights else ():
@@ -86,7 +89,11 @@ class CopySampler:
         self.model = self.loaded = None  # the model published; the weights drawn with last
         self.lock = threading.Lock()
 
-    def publish(self, model: torch.nn.Module, version: int) -> None:
+    def publish(
+        self,
+        model: torch.nn.Module,  # its trained weights are copied; the rest once, the first time
+        version: int,  # of its weights as they are now
+    ) -> None:
         """Keep a copy of the trained weights, the first time of all others too; those of the oldest
         version go."""
         if model is not self.model:

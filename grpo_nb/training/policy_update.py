@@ -59,7 +59,11 @@ from .sharding import WholeWeights
 class EntropyBonus:
     "The weight of the entropy bonus, constant or regulated, as `entropy_coef` and the rest say."
 
-    def __init__(self, config: GRPOConfig):
+    def __init__(
+        self,
+        # entropy_coef, use_adaptive_entropy, entropy_target, entropy_coef_delta, _min and _max
+        config: GRPOConfig,
+    ):
         self.config, self.coef, self.last = config, config.entropy_coef, None
 
     def weight(self) -> float:  # what the loss multiplies the entropy with

@@ -60,7 +60,10 @@ class Reference:
             if p.is_floating_point()
         ]
 
-    def keep_norms(self, from_first: Callable[[Any], Any]) -> None:
+    def keep_norms(
+        self,
+        from_first: Callable[[Any], Any],  # what the first process has, in all of them
+    ) -> None:
         """Take the norms once, before a copy is sharded, in the first process, which has weights;
         `from_first` gives what that process has in all of them."""
         is_empty = any(weight.is_meta for weight in self.weights())

@@ -393,7 +393,10 @@ class Callbacks:
     handler: CallbackHandler
     control: TrainerControl = field(default_factory=TrainerControl)
 
-    def begin(self, schedule: Any) -> None:
+    def begin(
+        self,
+        schedule: Any,  # of the learning rate, which callbacks are handed
+    ) -> None:
         "Begin a run with no flag set, and no warning given; callbacks are handed the schedule."
         TOLD.clear()
         self.control, self.handler.lr_scheduler = TrainerControl(), schedule
@@ -608,11 +611,18 @@ class HintWriter(TrainerCallback):
         for record in records:
             self.note(record)
 
-    def note(self, record: dict[str, Any]) -> list[str]:  # the hints that it gives
+    def note(
+        self,
+        record: dict[str, Any],  # of an update
+    ) -> list[str]:  # the hints that it gives
         "Keep the new hints of an update's record."
         return self.keep(self.hints.look(record), record["step"])
 
-    def keep(self, found: list[str], step: int) -> list[str]:  # the same
+    def keep(
+        self,
+        found: list[str],  # hints
+        step: int,
+    ) -> list[str]:  # the same
         "Keep hints, in memory and in hints.jsonl."
         self.given += found
         if found and self.path:

@@ -69,7 +69,10 @@ def empty_board(board: Board) -> str:
     )
 
 
-def corner_of(r: int, c: int) -> tuple[int, int]:
+def corner_of(
+    r: int,  # row
+    c: int,  # column
+) -> tuple[int, int]:  # x, y
     "x and y where the square of a row and a column begins."
     return EDGE + c * (CELL + EDGE), HEAD + EDGE + r * (CELL + EDGE)
 

@@ -89,7 +89,10 @@ def dashboard_figure(history: list[dict[str, Any]]) -> Figure:  # of records of 
     return figure
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #7d7191c8
-def shown_text(text: str, most: int = 300) -> str:
+def shown_text(
+    text: str,
+    most: int = 300,  # characters
+) -> str:  # HTML that shows exactly these characters, the rest counted
     """A text as HTML that shows exactly its characters, tags and line breaks too; the rest beyond
     `most` is counted."""
     more = f" … ({len(text) - most:,} more characters)" if len(text) > most else ""
@@ -97,12 +100,17 @@ def shown_text(text: str, most: int = 300) -> str:
     return f'<span style="{style}">{html.escape(text[:most])}</span>{more}'
 
 
-def number(value: float | None, style: str = "{:.3g}") -> str:
+def number(
+    value: float | None,
+    style: str = "{:.3g}",
+) -> str:  # a dash for None and NaN
     "A number as text for a cell of a table, three digits by default; a dash for None and NaN."
     return "–" if value is None or value != value else style.format(value)
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #60375fdf
-def pictures_html(sample: dict[str, Any]) -> str:
+def pictures_html(
+    sample: dict[str, Any],  # a completion
+) -> str:
     "The pictures of a completion's prompt, small."
     style = "display:block;margin:0 0 3px;max-width:96px"
     return "".join(
@@ -152,7 +160,10 @@ class Gate:
     def __init__(self):
         self.order, self.changed = "go", threading.Condition()
 
-    def set(self, order: str) -> None:
+    def set(
+        self,
+        order: str,  # "go", "pause" or "stop"; after "stop" others are ignored
+    ) -> None:
         """Give an order, "go", "pause" or "stop", from any thread, and wake a run that is paused;
         after "stop" others are ignored."""
         with self.changed:

@@ -17,7 +17,11 @@ from ..model.masks import all_of, attention_mask, causal, sliding_window
 from .figures import component
 
 # %% ../../nbs/widgets/05_masks.ipynb #b4242426
-def naive_mask(q_len: int, kv_len: int, window: int | None = None) -> torch.Tensor:
+def naive_mask(
+    q_len: int,  # queries of this step
+    kv_len: int,  # keys so far
+    window: int | None = None,  # keys that a query sees, itself included
+) -> torch.Tensor:  # (q_len, kv_len) bool, the same for all sequences
     "(q_len, kv_len) bool, causal by index: neither the offset nor the padding is thought of."
     rules = causal if window is None else all_of(causal, sliding_window(window))
     return rules(None, None, torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :])
@@ -40,7 +44,9 @@ def keys_read(
     return f"reads keys {keys[0]} to {keys[-1]} ({len(keys)})"
 
 
-def key_range(row: torch.Tensor) -> str:  # "2–7", "3", or a dash for none
+def key_range(
+    row: torch.Tensor,  # (kv_len,) bool: what one query may look at
+) -> str:  # "2–7", "3", or a dash for none
     "`keys_read` with no room to spare."
     keys = row.nonzero().flatten().tolist()
     if not keys:

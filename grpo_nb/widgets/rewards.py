@@ -58,7 +58,10 @@ class Judgement:
     fault: str = ""  # what went wrong, in a sentence
 
 
-def total(judgements: list[Judgement], weights: list[float]) -> float:
+def total(
+    judgements: list[Judgement],  # about one completion
+    weights: list[float],
+) -> float:  # NaN if no function has judged it
     "The weighted sum of the scores of one completion; NaN if no function has judged it."
     scored = [
         weight * one.score for one, weight in zip(judgements, weights) if not math.isnan(one.score)
@@ -205,7 +208,9 @@ def fenced(code: str) -> str:
     return f"```python\n{code.strip()}\n```"
 
 
-def game2048_task(pool: SandboxPool | None = None) -> RewardTask:
+def game2048_task(
+    pool: SandboxPool | None = None,  # where programs run; None: one of its own
+) -> RewardTask:
     "A strategy for 2048; without a pool for its programs it opens one."
 
     def strategy(answer):
@@ -232,7 +237,9 @@ def game2048_task(pool: SandboxPool | None = None) -> RewardTask:
     )
 
 # %% ../../nbs/widgets/09_rewards.ipynb #6031f12c
-def matmul_task(pool: SandboxPool | None = None) -> RewardTask:
+def matmul_task(
+    pool: SandboxPool | None = None,  # where programs run; None: one of its own
+) -> RewardTask:
     "A fast product of matrices; without a pool for its programs it opens one."
     fast = (
         "from operator import mul\n\ndef matmul(A, B):\n    columns = list(zip(*B))\n    "
@@ -307,7 +314,9 @@ def ask(
     return [math.nan] * count, fault
 
 # %% ../../nbs/widgets/09_rewards.ipynb #41bbb166
-def explainer(function: Callable) -> Callable | None:  # explain(text, **row); None: it has none
+def explainer(
+    function: Callable,  # a reward function
+) -> Callable | None:  # explain(text, **row); None if it has none
     """The explanation of a reward function: its own, that of the object whose method it is, or
     that of the function it wraps."""
     of_object = getattr(getattr(function, "__self__", None), "explain", None)
@@ -376,7 +385,10 @@ def arguments_of(
     return given
 
 
-def remarks_of(extra: dict[str, Any], count: int) -> list[str]:
+def remarks_of(
+    extra: dict[str, Any],  # name -> what a function has logged
+    count: int,  # of completions
+) -> list[str]:  # one for each, empty without remarks
     """What a reward function has logged with `log_extra`, name by name: a remark for each of
     `count` completions, empty without."""
     lists = {name: values for name, values in extra.items() if isinstance(values, list)}
@@ -423,7 +435,11 @@ def marked(words: str, colour: str, title: str) -> str:  # HTML
     )
 
 
-def highlighted(text: str, judgements: list[Judgement], colours: dict[str, str]) -> str:
+def highlighted(
+    text: str,
+    judgements: list[Judgement],
+    colours: dict[str, str],  # of `colours_of`
+) -> str:  # HTML that shows exactly these characters
     "HTML that shows exactly these characters, everything marked that was read in them."
     marks: dict[int, list] = {}  # where they begin -> those that begin there
     for mark in dict.fromkeys(mark for one in judgements for mark in one.why.marks):
@@ -448,18 +464,28 @@ def highlighted(text: str, judgements: list[Judgement], colours: dict[str, str])
     return f'<div style="{style}">{"".join(pieces) or "<i>(nothing)</i>"}{more}</div>'
 
 # %% ../../nbs/widgets/09_rewards.ipynb #a5b6bc75
-def number(value: float, style: str = "{:.3g}") -> str:
+def number(
+    value: float | None,
+    style: str = "{:.3g}",
+) -> str:  # a dash for None and NaN
     "A number for a table, a dash for NaN."
     return "–" if math.isnan(value) else style.format(value)
 
 # %% ../../nbs/widgets/09_rewards.ipynb #b38e7a7c
-def shortened(text: str, most: int = 60) -> str:
+def shortened(
+    text: str,
+    most: int = 60,  # characters
+) -> str:  # in one line
     "The beginning and the end of a text in one line of at most so many characters."
     line = " ".join(text.split())
     return line if len(line) <= most else f"{line[: most // 2]} … {line[-(most // 2 - 3) :]}"
 
 
-def read_html(text: str, judgement: Judgement, colours: dict[str, str]) -> str:
+def read_html(
+    text: str,
+    judgement: Judgement,
+    colours: dict[str, str],  # of `colours_of`
+) -> str:
     "What one function has read, a line for each kind of place."
     kinds: dict[str, list[str]] = {}
     for name, start, end in judgement.why.marks:
@@ -496,7 +522,13 @@ def table_html(
     )
 
 # %% ../../nbs/widgets/09_rewards.ipynb #2e7f3d17
-def judgement_row(text, one: Judgement, weight, colours, again: bool) -> tuple[str, ...]:  # HTML
+def judgement_row(
+    text: str,
+    one: Judgement,
+    weight: float,
+    colours: dict[str, str],  # of `colours_of`
+    again: bool,  # whether the row above has the same explanation
+) -> tuple[str, ...]:  # HTML
     "A row of `judgements_table`; `again`: the row above has the same explanation."
     if one.fault:
         why = f'<b style="color:#e0524d">{html.escape(one.fault)}</b>'
@@ -513,7 +545,12 @@ def judgement_row(text, one: Judgement, weight, colours, again: bool) -> tuple[s
     )
 
 
-def judgements_table(text, judgements: list[Judgement], weights, colours) -> str:  # HTML
+def judgements_table(
+    text: str,
+    judgements: list[Judgement],
+    weights: list[float],
+    colours: dict[str, str],  # of `colours_of`
+) -> str:  # HTML
     "What each function says about one completion."
     rows, before = [], Explanation("")
     for one, weight in zip(judgements, weights):
@@ -527,7 +564,11 @@ def judgements_table(text, judgements: list[Judgement], weights, colours) -> str
     return table_html(head, rows, numbers=(1, 2, 3))
 
 # %% ../../nbs/widgets/09_rewards.ipynb #db1dbc82
-def advantages_table(texts, judged, weights) -> str:  # HTML
+def advantages_table(
+    texts: list[str],  # N completions, two or more
+    judged: list[list[Judgement]],  # N x K
+    weights: list[float],  # K
+) -> str:  # HTML
     "What training sees of a group; the arguments are those of `group_html`, of two or more."
     advantages = group_advantages(
         [[one.score for one in said] for said in judged], len(texts), weights=weights
@@ -577,7 +618,9 @@ def split_group(pasted: str) -> list[str]:  # one text at least
     return [*texts, "\n".join(lines)]
 
 
-def read_row(written: str) -> dict[str, Any]:  # ValueError if it is no JSON object
+def read_row(
+    written: str,  # JSON
+) -> dict[str, Any]:  # ValueError if it is no JSON object
     "The columns of a row."
     try:
         row = json.loads(written or "{}")

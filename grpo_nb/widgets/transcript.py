@@ -57,7 +57,9 @@ def transcript_of(
 MOST = 1000  # tokens of a completion that are drawn
 
 
-def check_token(token: Sequence) -> None:  # ValueError
+def check_token(
+    token: str | None,  # hub_token; None or empty: that of HF_TOKEN or of a login
+) -> str:  # ValueError if there is none
     "Refuse what is no token."
     if len(token) != 4 or not all(isinstance(part, str) for part in token[:2]):
         raise ValueError(
@@ -125,7 +127,9 @@ def stretch_html(tokens: Sequence[Sequence], advantage: float) -> str:  # of one
     )
 
 
-def transcript_html(completions: Sequence[dict]) -> str:
+def transcript_html(
+    completions: Sequence[dict],  # from `transcript_of`
+) -> str:  # where scripts run, widgets/js/mount.js makes the widget of it
     """The completions in stretches, one for each change of owner; where scripts run,
     widgets/js/mount.js makes the widget of it."""
     parts = []
