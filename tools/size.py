@@ -21,10 +21,10 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 43_626,
-    "functions over 60 lines": 12,
-    "export cells over 60 lines": 62,  # Triton 140, tables and fields 100
-    "notebooks": 154,
+    "code lines": 42_033,
+    "functions over 60 lines": 11,
+    "export cells over 60 lines": 59,  # Triton 140, tables and fields 100
+    "notebooks": 147,
     "first cells over 13 lines": 0,
     "lines of the trainer's page": 500,
     "words in README": 1_200,
