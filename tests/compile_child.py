@@ -100,6 +100,7 @@ class Recorder:
         fixed = {p.name for p in kernel.params if p.is_constexpr}
         free = {p.name for p in kernel.params if not p.do_not_specialize}
         fixed |= {name for name in free if type(values[name]) is int and values[name] == 1}
+        fixed |= {name for name in values if values[name] is None}  # as Triton does it
         constants = {name: values[name] for name in values if name in fixed}
         types = {name: "constexpr" if name in fixed else kind(x) for name, x in values.items()}
         aligned = {
