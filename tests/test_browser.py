@@ -900,7 +900,8 @@ def run_notebook(chromium, lab):
     yield run
     page.evaluate("jupyterapp.shell.currentWidget.sessionContext.shutdown()")
     page.close()
-    assert not complaints
+    # JupyterLab's own, where its kernel goes before an answer
+    assert not [one for one in complaints if "create_subshell_request" not in one]
 
 
 IN_PYTHON = """async code => {
