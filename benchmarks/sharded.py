@@ -84,11 +84,16 @@ def quickly():
         yield
 
 
-def model_of(arguments, device):
-    "The model, whole in the first process, without memory in the others of a sharded run."
+def shape_of(arguments):
+    "The configuration's settings that the command line names."
     shape = dict(SHAPES[arguments.shape])
     shape |= {"num_hidden_layers": arguments.layers} if arguments.layers else {}
-    shape |= NARROW if arguments.cpu else {}
+    return shape | (NARROW if arguments.cpu else {})
+
+
+def model_of(arguments, device):
+    "The model, whole in the first process, without memory in the others of a sharded run."
+    shape = shape_of(arguments)
     first = int(os.environ.get("RANK", 0)) == 0 or arguments.whole
     with quickly():
         model, _ = load_model(
@@ -171,11 +176,12 @@ def gathered(value):
     return found
 
 
-def main():
+def parsed(description, shapes):
+    "What the command line says."
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("shape", choices=shapes)
     parser.add_argument("out", type=Path)
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=8)
@@ -187,34 +193,47 @@ def main():
     parser.add_argument("--whole", action="store_true", help="DDP: each card has the whole model")
     parser.add_argument("--cpu", action="store_true", help="a narrow model, on the CPU")
     arguments = parser.parse_args()
-    rank = int(os.environ["LOCAL_RANK"])
     if not arguments.cpu:
-        torch.cuda.set_device(rank)
-    start = time.perf_counter()
-    model = model_of(arguments, "cpu" if arguments.cpu else f"cuda:{rank}")
-    loaded, sizes = time.perf_counter() - start, model.config.to_dict()
-    rows = prompts_of(sizes, arguments.prompts, arguments.prompt)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = trained(arguments, model, word_tokenizer(sizes), rows, folder)
-    clocks = gathered(trainer.clocks)
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    return arguments
+
+
+def told(arguments, clocks, **more):
+    "Write down what the processes' clocks say, and more: the first process alone."
+    clocks = gathered(clocks)
     synchronize()
     record = dict(
         command=" ".join(sys.argv[1:]),
         cards=len(clocks),
-        loaded_s=round(loaded, 1),
         updates=[{k: round(v, 3) for k, v in one.items()} for one in clocks[0]],
         peaks={
             name: max(clock.get(name, 0) for one in clocks for clock in one)
             for name in ("sample peak", "sample driver", "train peak", "train driver")
         },
-        planned=planned(trainer.model, trainer.config, len(clocks)),
+        **more,
+    )
+    if int(os.environ["RANK"]) == 0:
+        arguments.out.write_text(json.dumps(record) + "\n")
+        print(json.dumps({k: record.get(k) for k in ("cards", "peaks", "planned")}), flush=True)
+        print(json.dumps(record["updates"][-1]), flush=True)
+
+
+def main():
+    arguments = parsed(__doc__, SHAPES)
+    start = time.perf_counter()
+    model = model_of(arguments, "cpu" if arguments.cpu else f"cuda:{os.environ['LOCAL_RANK']}")
+    loaded, sizes = time.perf_counter() - start, model.config.to_dict()
+    rows = prompts_of(sizes, arguments.prompts, arguments.prompt)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trained(arguments, model, word_tokenizer(sizes), rows, folder)
+    told(
+        arguments,
+        trainer.clocks,
+        loaded_s=round(loaded, 1),
+        planned=planned(trainer.model, trainer.config, int(os.environ["WORLD_SIZE"])),
         log=trainer.log_history,
         **versions(),
     )
-    if rank == 0:
-        arguments.out.write_text(json.dumps(record) + "\n")
-        print(json.dumps({k: record[k] for k in ("cards", "peaks", "planned")}), flush=True)
-        print(json.dumps(record["updates"][-1]), flush=True)
 
 
 if __name__ == "__main__":
