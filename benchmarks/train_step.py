@@ -340,8 +340,7 @@ class Step:
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
         from grpo_nb.training.micro_batches import known_shape, residual_bytes, slice_sizes
-        from grpo_nb.training.policy_model import checkpoint_layers
-        from grpo_nb.training.precision import Precision, frozen_dtype
+        from grpo_nb.training.policy_model import Precision, checkpoint_layers, frozen_dtype
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
         self.config = GRPOConfig(

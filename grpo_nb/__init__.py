@@ -87,6 +87,10 @@ _joins = {  # a module -> the paths of those that became parts of it
     "model.adapters": "model.lora model.experts_lora",
     "model.fused_layers": "model.fused_dense model.token_slices",
     "model.limits": "model.kernel_choice model.families",
+    "training.collect": "training.evaluation",
+    "training.hub": "training.local_hub",
+    "training.policy_model": "training.precision training.reference",
+    "training.trainer_parts": "training.trainer_checks",
     "widgets.rewards": "widgets.reward_table widgets.reward_tasks",
 }
 _joined = {old: now for now, paths in _joins.items() for old in paths.split()}

@@ -97,7 +97,7 @@ def test_a_card_for_a_stored_run_is_what_the_hub_reads(command, tmp_path, monkey
     from gsm8k import interval
     from huggingface_hub import ModelCard
 
-    from grpo_nb.training.local_hub import LocalHub
+    from grpo_nb.training.hub import LocalHub
 
     stored, adapter = FOLDER / "results/gsm8k", tmp_path / "right_1"
     adapter.mkdir()

@@ -30,8 +30,8 @@ from ..serving.vllm_requests import has_few_survivors
 from .config import GRPOConfig, warn
 from .hints import paragraph
 from .policy_logprobs import TrainingBatch, base_causal_model, completion_logps
+from .policy_model import frozen_dtype
 from .policy_update import PolicyUpdate
-from .precision import frozen_dtype
 from .reporting import Metrics
 from .sharding import held, put
 from .state import TrainState

@@ -32,7 +32,7 @@ from ..model.shared_prefix import distinct_prompts
 from ..model.stored_weights import towers
 from .config import GRPOConfig
 from .policy_logprobs import TrainingBatch, base_causal_model, reads_a_row
-from .precision import frozen_dtype
+from .policy_model import frozen_dtype
 
 # %% ../../nbs/training/05_micro_batches.ipynb #6110a1a9
 def share_of(

@@ -49,9 +49,7 @@ from grpo_nb.training.optimizer import (
     waits_for_metric,
 )
 from .policy_logprobs import TrainingBatch, completion_logps, rollout_gap
-from .policy_model import recompute_layers
-from .precision import Precision
-from .reference import Reference
+from .policy_model import Precision, Reference, recompute_layers
 from .reporting import Metrics
 from .sharding import WholeWeights
 

@@ -32,7 +32,7 @@ from ..rollout.sampling import SamplingParams
 from ..rollout.turns import TurnSampler
 
 # %% ../../nbs/training/19_trainer.ipynb #222b0694
-from . import trainer_checks as checks
+from . import trainer_parts
 from grpo_nb.training.checkpoint import (
     SavedRun,
     checkpoints,
@@ -54,10 +54,9 @@ from .policy_model import check_model, describe_trainable, load_policy
 from .policy_update import own_balance_weight
 from .reporting import of_updates, say
 from .samples import plain
-from .trainer_parts import Reporting
 
 # %% ../../nbs/training/19_trainer.ipynb #d01872ae
-class Framed(Reporting):
+class Framed(trainer_parts.Reporting):
     "What holds around a run or an evaluation."
 
     @contextmanager
@@ -436,7 +435,7 @@ class Asked(Run):
 
     def add_callback(self, callback: Any) -> None:  # a TrainerCallback, or the class of one
         "Add a callback; it is called after those that are there."
-        self.callbacks.handler.add_callback(*checks.check_callbacks([callback]))
+        self.callbacks.handler.add_callback(*trainer_parts.check_callbacks([callback]))
 
     def remove_callback(self, callback: Any) -> None:  # the object, or its class
         "Remove a callback."
@@ -482,7 +481,7 @@ class Open(Asked):
 
     @rollout_func.setter
     def rollout_func(self, function: Callable | None) -> None:
-        checks.check_drawn_one_way(function, self.tools, self.environments)
+        trainer_parts.check_drawn_one_way(function, self.tools, self.environments)
         self.source.use(sampler=self.sampler_of(function))
 
     @property
@@ -535,16 +534,16 @@ class Made(Open):
         # `get_reward()` is a reward; or a dict name -> factory, chosen by the column "environment"
         environment_factory: Any = None,
     ):
-        checks.check_config(args)
-        self.config = checks.at_home(args if args is not None else GRPOConfig())
+        trainer_parts.check_config(args)
+        self.config = trainer_parts.at_home(args if args is not None else GRPOConfig())
         model = str(model) if isinstance(model, Path) else model
         check_model(model, peft_config)
-        callbacks = checks.check_callbacks([] if callbacks is None else callbacks)
+        callbacks = trainer_parts.check_callbacks([] if callbacks is None else callbacks)
         self.take_tools(tools, environment_factory, rollout_func)
         self.take_launch(model)
         self.take_data(train_dataset, eval_dataset)
         functions = self.make_rewards(reward_funcs, reward_processing_classes)
-        checks.check_arguments(functions, self.config)
+        trainer_parts.check_arguments(functions, self.config)
         self.processing_class = self.reader_of(model, processing_class)
         self.tokenizer = tokenizer_in(self.processing_class)
         uploads = self.config.push_to_hub and self.accelerator.is_main_process

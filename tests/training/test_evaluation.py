@@ -10,7 +10,7 @@ from small_runs import ROWS as SUMS
 from small_runs import digits, small_model, small_trainer
 from test_collect import ROWS, parts
 
-from grpo_nb.training.evaluation import Evaluator
+from grpo_nb.training.collect import Evaluator
 from grpo_nb.training.reporting import Metrics
 
 

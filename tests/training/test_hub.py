@@ -28,6 +28,7 @@ from grpo_nb import GRPOConfig
 from grpo_nb.training import hub as room
 from grpo_nb.training.checkpoint import MANIFEST, STATE, THEIR_STATE, checkpoints, file_fault
 from grpo_nb.training.hub import (
+    LocalHub,
     Repository,
     UploadError,
     check_token,
@@ -36,7 +37,6 @@ from grpo_nb.training.hub import (
     shown_settings,
     upload_model,
 )
-from grpo_nb.training.local_hub import LocalHub
 
 ROOT = Path(__file__).parents[2]
 TOKEN = "hf_local"

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
 
-from grpo_nb.training.local_hub import LocalHub
+from grpo_nb.training.hub import LocalHub
 
 
 def test_what_was_uploaded_lies_there_byte_for_byte(tmp_path):

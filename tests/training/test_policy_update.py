@@ -26,7 +26,7 @@ from grpo_nb.model.recorded_layers import record_layers
 from grpo_nb.training import policy_update
 from grpo_nb.training.optimizer import Inspector, make_optimizer
 from grpo_nb.training.policy_logprobs import TrainingBatch
-from grpo_nb.training.policy_model import load_policy
+from grpo_nb.training.policy_model import Precision, Reference, load_policy
 from grpo_nb.training.policy_update import (
     EntropyBonus,
     PolicyUpdate,
@@ -36,8 +36,6 @@ from grpo_nb.training.policy_update import (
     may_be_cut,
     sum_over_all,
 )
-from grpo_nb.training.precision import Precision
-from grpo_nb.training.reference import Reference
 from grpo_nb.training.reporting import Metrics
 
 

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from small_runs import small_model
 
-from grpo_nb.training.reference import Reference
+from grpo_nb.training.policy_model import Reference
 
 
 def policy(kind):

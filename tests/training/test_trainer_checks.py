@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from grpo_nb import GRPOConfig
-from grpo_nb.training import trainer_checks as checks
+from grpo_nb.training import trainer_parts as checks
 
 
 def test_callbacks_are_those_that_transformers_takes():
