@@ -42,8 +42,6 @@ from grpo_nb.model.masks import Mask
 def ours(backend):
     def make(L, window, pad_lens, heads, device, dtype):
         mask = Mask(pad_lens, L, L, 0, window, device=device)
-        if backend == "flex":
-            mask.block()
         return lambda q, k, v, sinks: sink_attention(q, k, v, sinks, mask=mask, backend=backend)
 
     return make
@@ -87,7 +85,6 @@ def transformers_eager(L, window, pad_lens, heads, device, dtype):
 
 CONTENDERS = {
     "ours, triton": ours("triton"),
-    "ours, flex": ours("flex"),
     "ours, sdpa": ours("sdpa"),
     "ours, flash": ours("flash"),
     "transformers, flex": transformers_flex,

@@ -256,7 +256,7 @@ class Limits:
             from grpo_nb.model import attention
 
             self.stack.enter_context(
-                mock.patch.dict(attention.BACKENDS, flex=forbidden, flash=forbidden)
+                mock.patch.dict(attention.BACKENDS, triton=forbidden, flash=forbidden)
             )
             for name, answer in (("get_device_capability", (7, 5)), ("is_bf16_supported", False)):
                 self.stack.enter_context(

@@ -80,7 +80,7 @@ def build(args):
         pad_token_id=0,
         eos_token_id=1,
         dtype="bfloat16",
-        attn_implementation="sink_flex" if args.device.startswith("cuda") else "sink",
+        attn_implementation="sink",
     )
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)

@@ -264,7 +264,7 @@ def test_the_search(context):
 
 def test_a_t4_is_reported_to_the_library_only(context):
 
-    real, flex = torch.cuda.get_device_capability, attention.BACKENDS["flex"]
+    real, triton = torch.cuda.get_device_capability, attention.BACKENDS["triton"]
     asked = context.told_to_us(lambda device=None: (9, 0), (7, 5))
     scope = {"asked": asked, "__name__": "grpo_nb.somewhere"}
     exec("inside = asked()", scope)
@@ -272,8 +272,8 @@ def test_a_t4_is_reported_to_the_library_only(context):
     with context.Limits(14.5, True):
         assert torch.cuda.get_device_capability is not real
         with pytest.raises(RuntimeError, match="8.0"):
-            attention.BACKENDS["flex"]()
-    assert torch.cuda.get_device_capability is real and attention.BACKENDS["flex"] is flex
+            attention.BACKENDS["triton"]()
+    assert torch.cuda.get_device_capability is real and attention.BACKENDS["triton"] is triton
     with context.NoBFloat16():
         torch.ones(2).half()
         with pytest.raises(RuntimeError, match="bfloat16"):

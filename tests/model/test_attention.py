@@ -1,7 +1,6 @@
 """Attention with sinks: every backend against the formula, the formula and whole models against
 transformers' own, and what is refused."""
 
-import itertools
 import statistics
 from types import SimpleNamespace
 
@@ -22,8 +21,6 @@ from grpo_nb.model import limits
 from grpo_nb.model.attention import (
     check_attention,
     choose_backend,
-    compiled_flex,
-    flex_with_sinks,
     has_sinks,
     sink_attention,
     transformers_attention,
@@ -36,7 +33,6 @@ from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps
 from grpo_nb.training.policy_model import load_policy
 from grpo_nb.training.trainer import GRPOTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without")
 OURS = ["sink", "sink_eager", "sink_key", "sink_lean", "sink_lse"]
 
 
@@ -137,20 +133,6 @@ def test_fast_forms_equal_the_formula_with_gradients(p):
                 )
                 < 1e-10
             )
-
-
-@pytest.mark.long
-@settings(max_examples=5, deadline=None)
-@given(problems)
-def test_flex_equals_the_formula(p):
-    "Its values: on a CPU it has no gradients (tests/gpu has them)."
-    inputs, _, options = problem(p)
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        all_paths(patch)
-        assert (
-            sink_attention(*inputs, backend="flex", **options)
-            - sink_attention(*inputs, backend="eager", **options)
-        ).abs().max() < 1e-10
 
 
 @settings(max_examples=30, deadline=None)
@@ -342,45 +324,11 @@ def test_a_full_card_is_no_answer_about_cudnn(monkeypatch):
     assert attention._cudnn_works.cache_info().currsize == 0
 
 
-def test_flex_is_never_quadratic_in_silence():
-    long = torch.zeros(1, 1, 2049, 16)
-    with pytest.raises(RuntimeError, match="ran uncompiled on 2,049 queries"):
-        sink_attention(long, long, long, torch.zeros(1), backend="flex")
-    with pytest.raises(ValueError, match="no backward pass on a CPU"):
-        sink_attention(long.requires_grad_(), long, long, torch.zeros(1), backend="flex")
-    assert compiled_flex() is compiled_flex() and flex_with_sinks.__name__ == "flex_with_sinks"
-
-
-def test_one_compiled_form_for_all_layers(monkeypatch):
-    """Two kinds of layers, with gradients and without, and two lengths: how often torch.compile
-    traces, and the same numbers. (FlexAttention refuses gradients on a CPU only because its
-    compiled code has no backward pass there; here it is traced and not compiled.)"""
-    torch._dynamo.reset()
-    traced = []
-    counting = torch.compile(
-        flex_with_sinks,
-        backend=lambda graph, inputs: traced.append(graph) or graph,
-        dynamic=True,
-    )
-    monkeypatch.setattr(attention, "compiled_flex", lambda: counting)
-    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *given: None)
-    sinks, pads = torch.randn(4), torch.tensor([0, 7, 14])
-    for L in (140, 170):
-        heads = [torch.randn(3, h, L, 16) for h in (4, 2, 2)]
-        for grad, window in itertools.product((False, True), (None, 40)):
-            two = []
-            for run in (attention.run_compiled, attention.eager):
-                given = [x.clone().requires_grad_(grad) for x in heads]
-                with torch.set_grad_enabled(grad):
-                    out = run(*given, sinks, Mask(pads, L, L, 0, window), 0.25)
-                assert out.requires_grad == grad
-                if grad:
-                    out.square().sum().backward()
-                two.append([out.detach(), *(x.grad for x in given if grad)])
-            for mine, formula in zip(*two):
-                torch.testing.assert_close(mine, formula, atol=1e-4, rtol=1e-4)
-    assert len(traced) == 1
-    torch._dynamo.reset()
+def test_flex_is_auto_and_says_so(capsys):
+    attention._announce.cache_clear()
+    inputs, _ = tensors(0, 1, 2, 2, 20, 20, 8)
+    given, auto = (sink_attention(*inputs, backend=name) for name in ("flex", "auto"))
+    assert torch.equal(given, auto) and "'flex' means 'auto'" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -392,7 +340,7 @@ def test_one_compiled_form_for_all_layers(monkeypatch):
         (dict(sinks=(3,)), r"shape \(4,\)"),
         (
             dict(backend="magic"),
-            "there are 'eager', 'triton', 'flex', 'sdpa', 'sdpa_lean', 'flash' and 'auto'",
+            "there are 'eager', 'triton', 'sdpa', 'sdpa_lean', 'flash' and 'auto'",
         ),
         (dict(offset=3), "stands at position 22"),
         (dict(pad_lens=torch.zeros(3, dtype=torch.long)), "pad_lens has 3 numbers"),

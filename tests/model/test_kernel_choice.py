@@ -83,7 +83,9 @@ def test_three_callers_give_one_answer(card, model, capability, length):
 
 
 @pytest.mark.parametrize("capability", CARDS)
-@pytest.mark.parametrize("name", [name for name in TRANSFORMERS_NAMES if name != "sink"])
+@pytest.mark.parametrize(
+    "name", [name for name, kernel in TRANSFORMERS_NAMES.items() if kernel != "auto"]
+)
 def test_a_kernel_that_was_asked_for_is_taken(card, model, monkeypatch, capability, name):
     card(capability)
     monkeypatch.setattr(model.config, "_attn_implementation", name)
@@ -154,7 +156,7 @@ def test_cudnn_is_asked_last(card, monkeypatch):
 
 def test_names():
     assert {asked_kernel(name) for name in TRANSFORMERS_NAMES} == {"auto", *BACKENDS}
-    assert set(BACKENDS) | {"sink_heads"} == set(KERNELS)
+    assert set(BACKENDS) | {"sink_heads", "flex"} == set(KERNELS)
     assert all(asked_kernel(name) == name for name in ("auto", *KERNELS))
     assert asked_kernel("flash_attention_2") == "sdpa" and asked_kernel("flex_attention") == "flex"
 

@@ -638,7 +638,7 @@ function readingPictures(step, prompts, trains) {
 // ---------------------------------------------------------------- a step
 
 const KERNELS = {
-  sink: "auto", sink_eager: "eager", sink_triton: "triton", sink_flex: "flex",
+  sink: "auto", sink_eager: "eager", sink_triton: "triton", sink_flex: "auto",
   sink_key: "sdpa", sink_lean: "sdpa_lean", sink_lse: "flash",
 };
 const older = ([major], than) => major < than;
