@@ -91,6 +91,8 @@ _joins = {  # a module -> the paths of those that became parts of it
     "training.hub": "training.local_hub",
     "training.policy_model": "training.precision training.reference",
     "training.trainer_parts": "training.trainer_checks",
+    "widgets.masks": "widgets.chunks",
+    "widgets.pull": "widgets.advantages widgets.clipping widgets.transcript",
     "widgets.rewards": "widgets.reward_table widgets.reward_tasks",
 }
 _joined = {old: now for now, paths in _joins.items() for old in paths.split()}

@@ -354,14 +354,14 @@ def test_course_tool_is_idempotent_and_keeps_ids_and_outputs(checkout, course):
                 lambda cells: [
                     cell.update(
                         source="".join(cell["source"])
-                        .replace("widgets/01_advantages", "widgets/0x")
-                        .replace("widgets/02_clipping", "widgets/01_advantages")
-                        .replace("widgets/0x", "widgets/02_clipping")
+                        .replace("widgets/01_pull", "widgets/0x")
+                        .replace("widgets/03_batch", "widgets/01_pull")
+                        .replace("widgets/0x", "widgets/03_batch")
                     )
                     for cell in cells
                 ],
             ),
-            "lists nbs/widgets/01_advantages.ipynb after nbs/widgets/02_clipping.ipynb",
+            "lists nbs/widgets/01_pull.ipynb after nbs/widgets/03_batch.ipynb",
         ),
     ],
     ids=["unlisted", "missing", "twice", "no title", "renamed", "small", "taken", "numbers"],

@@ -23,8 +23,8 @@ from grpo_nb.training.reporting import HintWriter, Log, metrics_text, say
 from grpo_nb.training.rewards import RewardError, score_completions
 from grpo_nb.training.samples import message_text, samples_text
 from grpo_nb.widgets.dashboard import dashboard_html, run_of, samples_table
+from grpo_nb.widgets.pull import transcript_html
 from grpo_nb.widgets.rewards import Judgement, colours_of, highlighted, judgements_table
-from grpo_nb.widgets.transcript import transcript_html
 
 # a title, a cleared screen, a colour, a bell, an overwritten line; one byte as an escape; letters
 # from right to left; line breaks of Unicode's; what hides

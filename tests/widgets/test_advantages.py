@@ -4,7 +4,7 @@ import pytest
 from traitlets import TraitError
 
 from grpo_nb.algorithm.advantages import group_advantages
-from grpo_nb.widgets.advantages import DOWN, NEUTRAL, UP, advantages_figure, advantages_widget
+from grpo_nb.widgets.pull import DOWN, NEUTRAL, UP, advantages_figure, advantages_widget
 
 
 def test_the_widget_refuses_what_has_no_advantage():

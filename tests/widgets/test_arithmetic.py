@@ -16,8 +16,8 @@ from grpo_nb.algorithm.batching import BatchLayout, random_order
 from grpo_nb.algorithm.logprobs import chunk_rows, hidden_state_bytes, logit_bytes
 from grpo_nb.algorithm.losses import LOSSES, check_loss_settings, grpo_loss
 from grpo_nb.model.masks import attention_mask
-from grpo_nb.widgets.clipping import DRAWN, clipping_curves
 from grpo_nb.widgets.masks import keys_read, naive_mask
+from grpo_nb.widgets.pull import DRAWN, clipping_curves
 
 ARITHMETIC = Path(__file__).resolve().parents[2] / "grpo_nb/widgets/js/arithmetic.js"
 RUN = """

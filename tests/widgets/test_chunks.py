@@ -3,7 +3,7 @@
 import pytest
 
 from grpo_nb.algorithm.logprobs import hidden_state_bytes, logit_bytes
-from grpo_nb.widgets.chunks import chunks_figure
+from grpo_nb.widgets.masks import chunks_figure
 
 
 def test_the_bars_are_the_equations():

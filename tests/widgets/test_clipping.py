@@ -5,7 +5,7 @@ import torch
 from traitlets import TraitError
 
 from grpo_nb.algorithm.losses import LOSSES
-from grpo_nb.widgets.clipping import DRAWN, clipping_curves, clipping_figure, clipping_widget
+from grpo_nb.widgets.pull import DRAWN, clipping_curves, clipping_figure, clipping_widget
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])

@@ -10,17 +10,14 @@ import pytest
 from matplotlib.figure import Figure
 from node import run_module
 
-from grpo_nb.widgets.advantages import AdvantagesWidget
 from grpo_nb.widgets.batch import BatchWidget
 from grpo_nb.widgets.board import BoardWidget, LuckWidget, PacmanWidget
-from grpo_nb.widgets.chunks import ChunksWidget
-from grpo_nb.widgets.clipping import ClippingWidget
 from grpo_nb.widgets.dashboard import DashboardWidget
 from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
-from grpo_nb.widgets.masks import MasksWidget
+from grpo_nb.widgets.masks import ChunksWidget, MasksWidget
 from grpo_nb.widgets.memory import MemoryWidget
+from grpo_nb.widgets.pull import AdvantagesWidget, ClippingWidget, TranscriptWidget
 from grpo_nb.widgets.rewards import RewardsWidget
-from grpo_nb.widgets.transcript import TranscriptWidget
 
 COMPONENTS = {
     "advantages": AdvantagesWidget,

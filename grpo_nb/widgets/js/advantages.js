@@ -220,7 +220,7 @@ export default {
       press,
       detail,
       move: (x, y) => point(completionAt(x, y)),
-      page: "widgets/01_advantages",
+      page: "widgets/01_pull",
       task: {
         words: "give one completion an advantage of 3 or more.",
         done: (values) => Math.max(...advantagesOf(values).values.slice(0, values.rewards.length)) >= 3 &&

@@ -209,7 +209,7 @@ export default {
       detail,
       key,
       move: (x, y) => point(chunkAt(x, y)),
-      page: "widgets/04_chunks",
+      page: "widgets/05_masks",
       task: {
         words: "cut 4 sequences of 32,768 tokens so that neither logits nor hidden states take more " +
           "than half a GiB at a time, in float32.",

@@ -274,7 +274,7 @@ export default {
         const panel = x === null ? null : panelAt(x, y);
         point(panel ? ratioAt(panel, x) : null);
       },
-      page: "widgets/02_clipping",
+      page: "widgets/01_pull",
       task: {
         words: "let a bad token (A = −1) be pushed at every ratio, a good one (A = +1) not.",
         done: ({ loss_type, ...settings }) =>

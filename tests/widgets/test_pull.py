@@ -8,7 +8,7 @@ import torch
 
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.sampler import drawn_elsewhere
-from grpo_nb.widgets.transcript import (
+from grpo_nb.widgets.pull import (
     EXAMPLE,
     check_completions,
     transcript_html,
