@@ -9,7 +9,9 @@ import pytest
 import trl
 
 import grpo_nb
-from grpo_nb.compat.names import ADVICE, GameServer, advice, launch_openenv
+from grpo_nb import _elsewhere as ADVICE
+from grpo_nb import advice
+from grpo_nb.compat.trl import GameServer, launch_openenv
 
 SERVED = """
 import sys
