@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import torch
 from dense_models import dense_model
-from small_runs import small_model
 
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import continuous_batching, decode_ops, engine
@@ -19,7 +18,6 @@ from grpo_nb.rollout.sampling import sample_tokens
 ENDS = tuple(range(12, 18))
 
 KINDS = {
-    "small": lambda: small_model(0, sliding_window=4)[0],
     "gpt-oss": lambda: tiny_gpt_oss(0, num_experts=8, sliding_window=4, initializer_range=0.25)[0],
     "Gemma3Text": lambda: dense_model("Gemma3Text"),
 }

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['norm', 'Projection', 'project', 'rotate', 'find_slots', 'read_cache', 'attend', 'LayerWeights', 'moe', 'DecodeState',
-           'stream_numbers', 'append_tokens', 'append_column', 'SmallLayer', 'merged_linear', 'complex_pairs',
-           'small_layer', 'normalize', 'small_heads', 'small_attend', 'small_moe']
+           'stream_numbers', 'append_tokens']
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #ba166d54
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from ..model.experts import ExpertWeights
 from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
 from . import sampling
-from .kv_cache import AlignedLayer, LayerCache
+from .kv_cache import LayerCache
 from .sampling import SurvivorRecord, Survivors
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #69c0b41c
@@ -251,158 +250,3 @@ def append_tokens(
     state.alive[rows] = (tokens[:, None] != stop).all(-1) & (at + 1 < state.ids.shape[1])
     if state.seen is not None:
         state.seen[each, tokens] = True
-
-# %% ../../nbs/rollout/06_decode_ops.ipynb #d008fa05
-def append_column(
-    rows: torch.Tensor | slice,  # (B,) which completion each row is
-    column: int,  # how many tokens each row had before, those that have ended left aside
-    tokens: torch.Tensor,  # (B,) drawn
-    logps: torch.Tensor,  # (B,) their log-probs
-    stop: torch.Tensor,  # (S,) tokens that end a completion
-    state: DecodeState,  # written to; beyond a row's count anything may stand
-) -> None:
-    """`append_tokens` in fewer calls, for rows that have drawn equally many tokens, `column`, those
-    that have ended left aside; beyond a row's count anything may stand."""
-    going = state.alive[rows]
-    state.ids[rows, column], state.logps[rows, column] = tokens, logps
-    state.last[rows] = tokens
-    state.counts[rows] += going
-    state.lengths[rows] += going
-    full = column + 1 >= state.ids.shape[1]
-    state.alive[rows] = False if full else going & (tokens[:, None] != stop).all(-1)
-    if state.seen is not None:
-        state.seen[rows] = state.seen[rows].scatter(1, tokens[:, None], True)
-
-# %% ../../nbs/rollout/06_decode_ops.ipynb #fae2e2e6
-@dataclass(frozen=True)
-class SmallLayer:
-    """Copies of a layer's weights, rewritten for few calls. Every matrix is (in, out), with its
-    bias beside it."""
-
-    # (H, (Hq + 2 Hk) D), with numbers that rotate together side by side
-    qkv: tuple[torch.Tensor, torch.Tensor]
-    output: tuple[torch.Tensor, torch.Tensor]  # (Hq D, H)
-    gate: tuple[torch.Tensor, torch.Tensor]  # (H, E I), of all experts, times alpha
-    up: tuple[torch.Tensor, torch.Tensor]  # (H, E I), its bias 1 higher
-    router: tuple[torch.Tensor, torch.Tensor]  # (H, E)
-    down: tuple[torch.Tensor, torch.Tensor]  # (E I, H), and its bias (E, H)
-    limits: tuple[float, float]  # the clamp of a gate times alpha, and that of up
-    floor: torch.Tensor  # () the square root of H eps, for the norms
-    heads: tuple[int, int, int]  # Hq, Hk, Hk
-    top: int  # experts a token
-
-
-def merged_linear(
-    p: Projection,  # (N, K)
-) -> tuple[torch.Tensor, torch.Tensor]:  # (K, N) and (N,)
-    "Weight and bias of a linear layer with its adapter added."
-    weight = p.weight if p.a is None else p.weight + p.scaling * p.b @ p.a
-    return weight.T, weight.new_zeros(len(weight)) if p.bias is None else p.bias
-
-
-def complex_pairs(
-    x: torch.Tensor,  # (..., heads D)
-    head_dim: int,  # D
-) -> torch.Tensor:  # (..., heads D)
-    "Numbers i and i + D/2 of each head side by side, as the two parts of a complex number."
-    return x.unflatten(-1, (-1, 2, head_dim // 2)).mT.flatten(-3)
-
-# %% ../../nbs/rollout/06_decode_ops.ipynb #03370666
-@torch.no_grad()
-def small_layer(
-    layer: LayerWeights,
-    *,
-    kv_heads: int,  # Hk
-    top: int,  # experts a token
-    eps: float,  # of the norms
-) -> SmallLayer:  # of the weights as they are now
-    "Copies of a layer's weights with everything computed that does not depend on the tokens."
-    e, alpha, width, heads = layer.experts, layer.experts.alpha, len(layer.norm), len(layer.sinks)
-    D = len(layer.query.weight) // heads
-
-    def with_adapters(weight, lora):
-        return weight + sum(f.scaling * f.a @ f.b for f in lora)  # (E, in, out)
-
-    def after_norm(gamma, weight, bias):
-        return width**0.5 * gamma[:, None] * weight, bias
-
-    q, k, v = (merged_linear(p) for p in (layer.query, layer.key, layer.value))
-    qkv = (
-        torch.cat([complex_pairs(x, D) * D**-0.5, complex_pairs(y, D), z], -1)
-        for x, y, z in zip(q, k, v)
-    )
-    gate_up = with_adapters(e.gate_up, e.gate_up_lora).transpose(0, 1)  # (H, E, 2I), in turns
-    gate, up = gate_up[..., ::2].flatten(1), gate_up[..., 1::2].flatten(1)
-    gate_bias, up_bias = e.gate_up_bias[:, ::2].flatten(), e.gate_up_bias[:, 1::2].flatten()
-    return SmallLayer(
-        qkv=after_norm(layer.norm, *qkv),
-        output=merged_linear(layer.output),
-        gate=after_norm(layer.expert_norm, alpha * gate, alpha * gate_bias),
-        up=after_norm(layer.expert_norm, up, 1 + up_bias),
-        router=after_norm(layer.expert_norm, layer.router.T, layer.router_bias),
-        down=(with_adapters(e.down, e.down_lora).flatten(0, 1) / alpha, e.down_bias),
-        limits=(alpha * e.limit, e.limit),
-        floor=layer.norm.new_tensor((width * eps) ** 0.5),
-        heads=(heads, kv_heads, kv_heads),
-        top=top,
-    )
-
-# %% ../../nbs/rollout/06_decode_ops.ipynb #0df11e94
-def normalize(
-    x: torch.Tensor,  # (B, H)
-    floor: torch.Tensor,  # () the square root of H eps; keeps the divisor above 0
-) -> torch.Tensor:  # (B, H)
-    "Each row divided by its length, which is a norm without its weights."
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot_(floor)
-
-
-def small_heads(
-    x: torch.Tensor,  # (B, H), the residual stream
-    layer: SmallLayer,
-    rotation: torch.Tensor,  # (B, 1, D/2) complex, the rotation at each row's position
-    # queries (B, Hq, D) and keys (B, Hk, D), rotated, and values (B, Hk, D)
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    "Queries, keys and values of each token: norm, one product, rotation."
-    pairs = torch.addmm(layer.qkv[1], normalize(x, layer.floor), layer.qkv[0]).view(
-        len(x), -1, rotation.shape[-1], 2
-    )
-    torch.view_as_complex(pairs[:, : -layer.heads[2]]).mul_(rotation)
-    return pairs.flatten(2).split_with_sizes(layer.heads, 1)
-
-
-def small_attend(
-    q: torch.Tensor,  # (B, Hq, D)
-    k: torch.Tensor,  # (B, Hk, D)
-    v: torch.Tensor,  # (B, Hk, D)
-    cache: AlignedLayer,  # B rows; the new keys and values are written to it
-    column: int,  # of the new tokens
-) -> torch.Tensor:  # (B, Hq D)
-    "Attention of one new token a row, with sinks."
-    slot, read = 1 + column % cache.slots, 1 + min(column + 1, cache.slots)
-    cache.kv[0, :, :, slot], cache.kv[1, :, :, slot] = k, v
-    if column >= cache.slots:
-        cache.mask[..., slot] = 0  # a ring's new token may replace padding
-    keys, values = cache.kv[..., :read, :].flatten(1, 2)  # (B Hk, read, D) each
-    mask = cache.mask[..., :read].flatten(0, 1)  # (B Hk, Hq/Hk, read)
-    scores = torch.baddbmm(mask, q.reshape(len(mask), -1, q.shape[-1]), keys.mT)
-    return torch.bmm(scores.softmax(-1), values).view(len(q), -1)
-
-
-def small_moe(
-    x: torch.Tensor,  # (B, H), the residual stream; overwritten
-    attended: torch.Tensor,  # (B, Hq D)
-    layer: SmallLayer,
-) -> torch.Tensor:  # (B, H), which is `x`
-    "All that follows attention: output, residual, norm, router, experts, residual."
-    x.addmm_(attended, layer.output[0]).add_(layer.output[1])
-    normed = normalize(x, layer.floor)
-    gate, up, chances = (
-        torch.addmm(bias, normed, weight) for weight, bias in (layer.gate, layer.up, layer.router)
-    )
-    values, chosen = chances.topk(layer.top, -1)  # (B, top) each
-    # (B, E), 0 for experts that were not chosen
-    shares = torch.zeros_like(chances).scatter_(1, chosen, values.softmax(-1))
-    gate = F.silu(gate.clamp_(max=layer.limits[0]), inplace=True)
-    up = up.clamp_(1 - layer.limits[1], 1 + layer.limits[1])
-    expert_out = gate.mul_(up).view(*shares.shape, -1).mul_(shares[..., None])  # (B, E, I)
-    return x.addmm_(expert_out.flatten(1), layer.down[0]).addmm_(shares, layer.down[1])

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'prefill', 'decode', 'evaluating', 'check_prompts', 'complete',
-           'in_groups', 'complete_directly', 'rollout_of', 'complete_in_place', 'logits_bytes', 'result_bytes',
-           'reading_bytes', 'GrowingShape', 'growing_shape', 'state_bytes', 'BatchMemory', 'memory_through_modules',
-           'memory_of_decoder', 'split_rows', 'RolloutEngine']
+           'in_groups', 'rollout_of', 'complete_in_place', 'logits_bytes', 'result_bytes', 'reading_bytes',
+           'GrowingShape', 'growing_shape', 'state_bytes', 'BatchMemory', 'memory_through_modules', 'memory_of_decoder',
+           'split_rows', 'RolloutEngine']
 
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
 from collections import Counter
@@ -28,7 +28,7 @@ from ..model.pictures import SeenPrompt, picture_inputs, pixels_of, without_toke
 from .arrivals import Arrivals, in_rounds
 from .continuous_batching import complete_in_turn
 from .decode_ops import DecodeState
-from .decoder import Decoder, DenseDecoder, SmallDecoder, complete_rows, open_decoder
+from .decoder import Decoder, DenseDecoder, open_decoder
 from .kv_cache import CacheShape, rows_that_fit, slots_that_fit
 from grpo_nb.rollout.module_decoding import (
     ModuleDecoder,
@@ -265,16 +265,6 @@ def in_groups(
     count = Counter(index)
     order = torch.tensor(sorted(range(len(index)), key=index.__getitem__))
     return unique, [count[u] for u in range(len(unique))], order.argsort()
-
-
-def complete_directly(
-    decoder, prompt_ids, params, stop, *, pad_token_id=0, keys=None, prefixes=None, **how
-) -> Rollout:  # B completions
-    "`complete` by a `SmallDecoder`; `how` is what `complete_rows` takes besides."
-    unique, groups, back = in_groups(prompt_ids)
-    keys = keys if keys is None else keys[back.argsort()]
-    state = complete_rows(decoder, unique, groups, params, stop, keys, prefixes=prefixes, **how)
-    return rollout_of(state, prompt_ids, back, stop, pad_token_id, prefixes)
 
 
 def rollout_of(
@@ -626,15 +616,15 @@ class RolloutEngine:
         state = complete_in_turn(*given, on_done=on_tokens, **returns)
         return None if returns else rollout_of(state, rows, back, stop, pad, prefixes)
 
-    def _batches_that_fit(self, rows, params, decoder):
-        "`batches`, and whether the cache has its full size from the start."
-        in_place = decoder is None and self._not_recorded() is None
+    def _batches_that_fit(self, rows, params):
+        "Prompts in batches, and whether the cache has its full size from the start."
+        in_place = self._not_recorded() is None
         try:
-            return *self.batches(rows, params, decoder, in_place), in_place
+            return self.batches(rows, params, None, in_place)[0], in_place
         except MemoryError:
             if not in_place:
                 raise
-        return *self.batches(rows, params, decoder), False  # a cache that grows takes a little less
+        return self.batches(rows, params, None)[0], False  # a cache that grows takes a little less
 
     def _told(self, bar, tokens=1):
         "What is called after each step, in which so many are drawn."
@@ -679,13 +669,13 @@ class RolloutEngine:
         # with pictures a prompt is read, and continued, by the model's own modules
         drawing, (decoder, _) = self._drawing(params), (None, "") if seen else self._open(reach)
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
-        in_turn = decoder is not None and not isinstance(decoder, SmallDecoder)
+        in_turn = decoder is not None
         if keys is not None and len(keys) != len(rows):
             raise ValueError(f"{len(keys)} keys for {len(rows)} completions: give one for each")
         if not in_turn and keys is None and params.temperature > 0:
             keys = stream_keys(len(rows), params.seed)
         if not in_turn:
-            batches, prefill_tokens, in_place = self._batches_that_fit(rows, params, decoder)
+            batches, in_place = self._batches_that_fit(rows, params)
             in_place = in_place and not seen
         bar = tqdm(
             total=len(rows) * (1 if in_turn else params.max_tokens),
@@ -701,9 +691,6 @@ class RolloutEngine:
         if in_turn:
             of_all = dict(params=params, drawing=drawing, prefixes=kept)
             draw, batches = partial(self._in_turn, decoder, **of_all), [rows]
-        elif decoder is not None:
-            drawing |= dict(prefill_tokens=prefill_tokens)
-            draw = partial(complete_directly, decoder, prefixes=kept, **drawing)
         else:
             draw = partial(complete_in_place if in_place else complete, self.model, **drawing)
         own = [None] * len(batches)
@@ -742,7 +729,7 @@ class RolloutEngine:
         decoder, _ = self._open(longest or 0)  # turns become longer
         # with a `generate` of its own, a class means every turn to go through it
         own = type(self).generate is not RolloutEngine.generate
-        if own or decoder is None or isinstance(decoder, SmallDecoder):
+        if own or decoder is None:
             return in_rounds(self, arrivals, params)
         config, drawing = self.model.config.get_text_config(), self._drawing(params)
         limits = config.vocab_size, longest, why_no_longer(config)

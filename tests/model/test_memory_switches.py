@@ -21,7 +21,6 @@ from transformers import (
     LlamaForCausalLM,
 )
 
-import grpo_nb.rollout.decoder
 from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.environments.arithmetic import addition_problems
 from grpo_nb.model import experts_grouped
@@ -113,8 +112,6 @@ def test_weights_that_no_checkpoint_could_hold_are_refused_at_the_start(tmp_path
 
 
 def test_all_switches_on_and_off(tmp_path, monkeypatch):
-    # packed weights are never small, and the small decoder has other random numbers
-    monkeypatch.setattr(grpo_nb.rollout.decoder, "is_small", lambda decoder: False)
     plain, _ = run(
         tmp_path / "off",
         *gpt_oss(packed=False),

@@ -135,7 +135,7 @@ def test_what_is_late_goes_on_and_what_is_closed_gives_nothing():
     assert taken == [[]]
 
 
-WAYS = ["small", "gpt-oss", "in pages", "modules", "server"]
+WAYS = ["gpt-oss", "in pages", "modules", "server"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -172,7 +172,7 @@ def test_a_row_whose_tool_is_slow_holds_nobody_up(way, tmp_path, monkeypatch):
         return
     if way == "in pages":
         in_pages(monkeypatch)
-    model = KINDS["small" if way in ("small", "modules") else "gpt-oss"]()
+    model = KINDS["gpt-oss"]()
     check(RolloutEngine(model, small_model()[1], through_modules=way == "modules"))
 
 
@@ -216,7 +216,7 @@ def test_tools_run_one_after_the_other_in_the_thread_that_draws(way, tmp_path, m
         return
     if way == "in pages":
         in_pages(monkeypatch)
-    model = KINDS["small" if way in ("small", "modules") else "gpt-oss"]()
+    model = KINDS["gpt-oss"]()
     check(RolloutEngine(model, small_model()[1], through_modules=way == "modules"))
 
 
@@ -243,7 +243,7 @@ def test_ctrl_c_in_a_tool_ends_the_rollout(server, tmp_path):
 
 
 @pytest.mark.parametrize("cut", [{}, dict(top_k=9, repetition_penalty=1.1), dict(temperature=0)])
-@pytest.mark.parametrize("kind, page", [(k, p) for k in [*KINDS][1:] for p in (None, 4)])
+@pytest.mark.parametrize("kind, page", [(k, p) for k in KINDS for p in (None, 4)])
 def test_rows_that_join_draw_what_they_draw_in_rounds(kind, page, cut, monkeypatch):
     if page:
         in_pages(monkeypatch)
@@ -258,9 +258,9 @@ def test_rows_that_join_draw_what_they_draw_in_rounds(kind, page, cut, monkeypat
         assert torch.equal(joined.survivors.sort(-1).values, rounds.survivors.sort(-1).values)
 
 
-@pytest.mark.parametrize("kind", ["small", "gpt-oss", "modules"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "modules"])
 def test_a_row_is_the_same_text_in_any_company(kind):
-    model = KINDS["small" if kind == "modules" else kind]()
+    model = KINDS["gpt-oss"]()
     engine = RolloutEngine(model, small_model()[1], through_modules=kind == "modules")
     prompts, params = [[5, 6], [6] * 5, [8], [9, 9]], SamplingParams(max_tokens=60, seed=5)
     together = tokens(talker(engine).generate(prompts, params))

@@ -12,13 +12,11 @@ from grpo_nb.model.experts_grouped import routed_experts
 from grpo_nb.model.fused_layers import fuse_layers
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
-from grpo_nb.rollout.decode_ops import DecodeState, append_column
+from grpo_nb.rollout.continuous_batching import complete_in_turn
 from grpo_nb.rollout.decoder import (
     CannotRead,
     Decoder,
-    SmallDecoder,
     batches_of_prompts,
-    complete_rows,
     open_decoder,
     read_projection,
 )
@@ -51,6 +49,16 @@ def both_ways(model, tokenizer, prompts, params, **options):
         "through the model's modules"
     )
     return direct.generate(prompts, params), modules.generate(prompts, params)
+
+
+def all_at_once(decoder, prompts, groups, new, stop=()):
+    "Greedy completions, none of which waits for a row or a page."
+    rows, shape = sum(groups), decoder.shape_for(max(map(len, prompts)) + new)
+    pages = shape.pages([*map(len, prompts)], groups, new)
+    pages = max(pages, shape.pages([max(map(len, prompts))], [1], new))
+    greedy, stop = SamplingParams(temperature=0, max_tokens=new), torch.tensor(stop).long()
+    keys = stream_keys(rows, 0)
+    return complete_in_turn(decoder, prompts, groups, greedy, stop, keys, rows, pages)
 
 
 def assert_same(a, b, atol=2e-4):
@@ -157,13 +165,7 @@ def test_any_lengths_groups_and_pages(lengths, groups, new, page):
     )
     decoder.__class__ = paged
     with torch.no_grad():
-        state = complete_rows(
-            decoder,
-            prompts,
-            groups[: len(prompts)],
-            SamplingParams(temperature=0, max_tokens=new),
-            torch.tensor([], dtype=torch.long),
-        )
+        state = all_at_once(decoder, prompts, groups[: len(prompts)], new)
     expected = RolloutEngine(model, None, through_modules=True).generate(
         [p for p, g in zip(prompts, groups) for _ in range(g)],
         SamplingParams(temperature=0, max_tokens=new, stop_token_ids=()),
@@ -199,13 +201,7 @@ def test_rows_that_end_are_dropped_and_change_nothing():
 
     unique, _ = share_prompts([tokenizer(t).input_ids for t in texts])
     with torch.no_grad():
-        state = complete_rows(
-            Watched(model),
-            unique,
-            [1] * 12,
-            SamplingParams(temperature=0, max_tokens=40),
-            torch.tensor(stop),
-        )
+        state = all_at_once(Watched(model), unique, [1] * 12, 40, stop)
     assert min(sizes) < 12 and sizes == sorted(sizes, reverse=True)
     for i, row in enumerate(free.completion_ids.tolist()):
         length = next((t + 1 for t, token in enumerate(row) if token in stop), 40)
@@ -437,9 +433,8 @@ def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
     whole = RolloutEngine(model, tokenizer).generate(TEXTS, params)
     shape = Decoder(model).shape
     longest = max(len(tokenizer(t).input_ids) for t in TEXTS)
-    monkeypatch.setattr(
-        engine_module, "free_memory", lambda device: shape.bytes([longest] * 2, [1] * 2, 8)
-    )
+    free = shape.bytes([longest] * 2, [1] * 2, 8)
+    monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
     engine = RolloutEngine(model, tokenizer)
     parts = engine.batches([tokenizer(t).input_ids for t in TEXTS], params, Decoder(model))[0]
     assert len(parts) > 1 and sum(map(len, parts)) == 5
@@ -448,7 +443,7 @@ def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
     with pytest.raises(
         MemoryError,
         match=(
-            "a completion of up to 8 tokens after a prompt of 6 needs .* GiB .* and 0.00 GiB "
+            "a completion of up to 8 tokens after a prompt of 22 needs .* GiB .* and 0.00 GiB "
             "are free"
         ),
     ):
@@ -558,84 +553,4 @@ def test_an_adapter_that_transformers_itself_attached(peft_as_it_is):
     assert_same(mine, theirs)
     assert not torch.allclose(
         mine.logps[:, 0], RolloutEngine(plain, tokenizer).generate(TEXTS, greedy).logps[:, 0]
-    )
-
-
-@settings(max_examples=25, deadline=None, derandomize=True)
-@given(
-    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5),
-    groups=st.lists(st.integers(1, 3), min_size=5, max_size=5),
-    new=st.integers(1, 20),
-    stop=st.sampled_from([(), (7, 8, 9, 10)]),
-    penalty=st.sampled_from([1.0, 1.2]),
-)
-def test_a_small_model_written_for_few_calls_draws_the_same(lengths, groups, new, stop, penalty):
-    model, _ = adapted_model(
-        2,
-        target_modules=["q_proj", "o_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-    )
-    generator = torch.Generator().manual_seed(sum(lengths))
-    prompts = [torch.randint(7, 20, (n,), generator=generator).tolist() for n in lengths]
-    params = SamplingParams(max_tokens=new, repetition_penalty=penalty)
-    plain, small = (
-        complete_rows(
-            kind(model),
-            prompts,
-            groups[: len(prompts)],
-            params,
-            torch.tensor(stop, dtype=torch.long),
-            keys=stream_keys(sum(groups[: len(prompts)]), 5),
-        )
-        for kind in (Decoder, SmallDecoder)
-    )
-    assert torch.equal(plain.counts, small.counts) and not small.alive.any()
-    drawn = (
-        torch.arange(new) < plain.counts[:, None]
-    )  # what stands behind a row's count is not read
-    assert torch.equal(plain.ids[drawn], small.ids[drawn])
-    torch.testing.assert_close(plain.logps[drawn], small.logps[drawn], atol=1e-4, rtol=0)
-
-
-def test_a_small_model_in_float64_is_as_exact_as_the_formulas():
-    model, _ = adapted_model(3, target_modules=["q_proj", "v_proj"])
-    model.double()
-    prompts = [[7, 8, 9] * 7, [10], [11, 12, 13, 14, 15]]
-
-    def two_looks(kind):
-        decoder = kind(model)
-        cache, state = (
-            decoder.cache([21, 1, 5], [1, 2, 1], 4),
-            DecodeState.start([21, 1, 1, 5], 4, "cpu"),
-        )
-        first = decoder.logits(decoder.prefill(cache, [0, 1, 2], prompts))
-        append_column(
-            slice(0, 4),
-            0,
-            torch.tensor([16, 17, 18, 19]),
-            torch.zeros(4),
-            torch.tensor([], dtype=torch.long),
-            state,
-        )
-        return torch.cat([first, decoder.logits(decoder.step(cache, state, slice(0, 4), 22))])
-
-    with torch.inference_mode():
-        plain, small = two_looks(Decoder), two_looks(SmallDecoder)
-    assert small.dtype == torch.float64 and plain.std() > 0.01
-    torch.testing.assert_close(small, plain, atol=1e-12, rtol=0)
-
-
-def test_which_models_are_small():
-    def small(dtype=None, autocast=None, **sizes):
-        return (
-            type(open_decoder(tiny_gpt_oss(**sizes)[0].to(dtype or torch.float32), autocast)[0])
-            is SmallDecoder
-        )
-
-    assert small() and small(torch.float64) and small(num_experts=8, experts_per_token=4)
-    assert not (
-        small(torch.bfloat16)
-        or small(autocast=torch.bfloat16)
-        or small(num_experts=8)
-        or small(hidden_size=512, intermediate_size=512)
     )

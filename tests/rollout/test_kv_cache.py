@@ -1,10 +1,10 @@
-"""The cache of keys and values: sizes, pages and rings, rows side by side."""
+"""The cache of keys and values: sizes, pages and rings."""
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_nb.rollout.kv_cache import AlignedCache, CacheShape, KVCache, page_tables, rows_that_fit
+from grpo_nb.rollout.kv_cache import CacheShape, KVCache, rows_that_fit
 
 PROMPTS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 4)), min_size=1, max_size=6)
 
@@ -77,33 +77,9 @@ def test_every_row_reads_its_prompt_back(prompts, new, page, window):
     assert not ring.keys[-1].any()  # the spare row
 
 
-@settings(max_examples=50, deadline=None)
-@given(PROMPTS, st.integers(1, 9), st.integers(1, 6))
-def test_aligned_rows_end_in_the_same_column(prompts, new, window):
-    lengths, groups = zip(*prompts)
-    shape, longest = CacheShape((window, None), 1, 1, torch.float32), max(lengths)
-    cache = AlignedCache(shape, lengths, groups, new, [torch.tensor([0.5])] * 2)
-    tokens = numbered_tokens(lengths).float()
-    for layer in (0, 1):
-        cache.store(layer, tokens, tokens, cache.slots(range(len(lengths))))
-    cache.select(slice(0, sum(groups)))
-    cache.select(torch.arange(0, sum(groups), 2))  # every second completion goes on
-    owner = [u for u, group in enumerate(groups) for _ in range(group)][::2]
-    ring, full = cache.layers
-    for row, u in enumerate(owner):
-        start, length = sum(lengths[:u]), lengths[u]
-        prompt = tokens[start : start + length, 0, 0]
-        held, mask = full.kv[0, row, 0, :, 0], full.mask[row, 0, 0]
-        assert torch.equal(held[1 + longest - length : 1 + longest], prompt)
-        assert mask[0] == 0.5 and mask[1 : 1 + longest - length].isinf().all()
-        assert not mask[1 + longest - length :].any()
-        seen = sorted(x for x in ring.kv[0, row, 0, 1:, 0].tolist() if x)
-        assert seen == prompt[-ring.slots :].tolist()
-
-
 def test_completions_of_a_prompt_share_its_whole_pages_alone():
     shape = CacheShape((None,), 1, 1, torch.float32, page=4)
-    tables = page_tables(shape, [9, 4], [2, 2], max_tokens=5)
+    tables = list(KVCache(shape, [9, 4], [2, 2], 5, "cpu").tables.values())
     shared = [len(set(a) & set(b)) for a, b in (tables[:2], tables[2:])]
     assert shared == [2, 1] and not set(tables[0]) & set(tables[2])
     assert [len(table) for table in tables] == [4, 4, 2, 2]
