@@ -154,7 +154,7 @@ def first_line(error: BaseException) -> str:
     "The kind of an error and the first line of its text."
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #57283052
 GO_ON = "go on from another checkpoint by its name, or begin anew"
 
 

@@ -798,9 +798,9 @@ class MemorySettings(Settings):
     # (ScaleRL, arXiv 2510.13786); it takes longer, and the sampler goes on in its own format
     cast_lm_head_to_fp32: bool = setting(False, reader="policy_update")
     # compute in bfloat16; None: where the device has it and fp16 is not set
-    bf16: bool | None = setting(None, reader="precision")
+    bf16: bool | None = setting(None, reader="policy_model")
     # compute in float16 with a scaled loss, for cards without bfloat16 such as the T4
-    fp16: bool = setting(False, reader="precision")
+    fp16: bool = setting(False, reader="policy_model")
     # keep no activations inside the layers, compute them again: slower, far less memory
     gradient_checkpointing: bool = setting(True, reader="policy_model")
     # for the model's own method, e.g. {"use_reentrant": False}
@@ -928,10 +928,10 @@ class RunSettings(Settings):
         None, "(0, inf)", use="logging_steps", share=True, reader="transformers"
     )
     # completions sampled together on one device in an evaluation
-    per_device_eval_batch_size: int = setting(8, "[1, inf)", reader="evaluation")
+    per_device_eval_batch_size: int = setting(8, "[1, inf)", reader="collect")
     # completions of one prompt in an evaluation; 1 is enough for an average
     num_generations_eval: int | None = setting(
-        None, "[1, inf)", use="num_generations", reader="evaluation"
+        None, "[1, inf)", use="num_generations", reader="collect"
     )
     eval_on_start: bool = setting(False, reader="trainer")  # evaluate before the first update too
     # no evaluation before this many updates (or epochs, with eval_strategy="epoch")
@@ -1041,7 +1041,7 @@ def _by_reason(
 
     return [(reason, dict(map(pair, words))) for reason, words in by_sentence(table)]
 
-
+# %% ../../nbs/training/01_config.ipynb #fc193f98
 REFUSED_BY_REASON = _by_reason("""
 remove_unused_columns=False
     reward functions receive every column of the dataset; drop columns with dataset.remove_columns.

@@ -28,6 +28,7 @@ from accelerate.utils import gather_object
 from tqdm.auto import tqdm
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_utils import speed_metrics
 
 from ..environments.isolated_rewards import visible
 from ..model.files import json_text, naming_a_full_disk, write_json, write_text
@@ -512,16 +513,12 @@ class Recorder:
         history: list[dict[str, Any]],  # every record
     ) -> dict[str, float]:  # train_loss is the mean of the records
         "What a run ends with, under transformers' names: its seconds, two speeds, the mean loss."
-        seconds = time.perf_counter() - self.state.started
+        began = time.time() - (time.perf_counter() - self.state.started)
         updates = self.state.global_step - self.state.first_step
         drawn = updates * self.state.layout.effective_batch_size
         losses = [record["loss"] for record in of_updates(history)]
-        return {
-            "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(drawn / seconds, 3),
-            "train_steps_per_second": round(updates / seconds, 3),
-            "train_loss": sum(losses) / max(len(losses), 1),
-        }
+        mean = sum(losses) / max(len(losses), 1)
+        return {**speed_metrics("train", began, drawn, updates), "train_loss": mean}
 
     def state_dict(self) -> dict[str, int]:
         "The tokens of the run up to the last record."

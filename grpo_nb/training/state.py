@@ -202,32 +202,20 @@ def check_random_state(
     state: Any,  # from a checkpoint
     check: Inspector,
 ) -> None:  # ValueError
-    "Refuse a state that the generators would not take; theirs are left as they are."
-    import numpy
-    from torch.backends import mps
-
+    "Refuse a state that the generators do not take; theirs are put back."
     check.keys(state, ("python", "numpy", "torch", "cuda"), "the random state", optional=("mps",))
-    for name, value in state.items():
-        what = f"{name} of the random state"
-        try:
-            if name == "python":
-                version, numbers, gauss = value
-                random.Random().setstate((version, tuple(numbers), gauss))
-                if gauss is not None:
-                    check.number(gauss, what)
-            elif name == "numpy":
-                numpy.random.RandomState().set_state(value)
-                check.number(value[2], f"the place in {what}", 0, 624, whole=True)
-                check.number(value[3], f"the flag in {what}", 0, 1, whole=True)
-                check.number(value[4], what)
-            elif name == "torch":
-                torch.Generator().set_state(value)
-            elif value is not None and (torch.cuda if name == "cuda" else mps).is_available():
-                torch.Generator(name).set_state(value)
-        except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
-            if f"in {check}" in str(error):
-                raise
-            check.refuse(what, "damaged", f"a state of that generator ({error})")
+    before = random_state()
+    try:
+        set_random_state(state)
+    except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
+        check.refuse("the random state", "damaged", f"one that the generators take ({error})")
+    finally:
+        set_random_state(before)
+    *_, place, flag, gauss = state["numpy"]  # of which NumPy looks at none
+    check.number(place, "NumPy's place in the random state", 0, 624, whole=True)
+    check.number(flag, "NumPy's flag in the random state", 0, 1, whole=True)
+    for number in (gauss, state["python"][2] or 0.0):
+        check.number(number, "a number that waits in the random state")
 
 # %% ../../nbs/training/10_state.ipynb #733f18d1
 def updates_at(
