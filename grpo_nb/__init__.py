@@ -142,6 +142,7 @@ _joins = {  # a module -> the paths of those that became parts of it
     "training.trainer_parts": "training.trainer_checks",
     "widgets.masks": "widgets.chunks",
     "widgets.pull": "widgets.advantages widgets.clipping widgets.transcript",
+    "rollout.decode_ops": "rollout.dense_ops",
     "widgets.rewards": "widgets.reward_table widgets.reward_tasks",
 }
 _joined = {old: now for now, paths in _joins.items() for old in paths.split()}

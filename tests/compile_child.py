@@ -30,8 +30,7 @@ from grpo_nb.model import attention_kernel, offload
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import decode_kernels, dense_kernels, expert_kernel, filter_kernels
-from grpo_nb.rollout.decode_ops import DecodeState, LayerWeights, Projection
-from grpo_nb.rollout.dense_ops import Norm
+from grpo_nb.rollout.decode_ops import DecodeState, LayerWeights, Norm, Projection
 from grpo_nb.rollout.kv_cache import LayerCache
 from grpo_nb.rollout.sampling import SamplingParams
 

@@ -21,9 +21,8 @@ from ..model.attention import sink_attention
 from ..model.float8 import Float8Weight
 from ..model.masks import attention_mask
 from ..model.memory_bytes import longest_sequence
-from . import decode_ops, dense_ops
-from .decode_ops import DecodeState, LayerWeights, Projection
-from .dense_ops import Norm
+from . import decode_ops
+from .decode_ops import DecodeState, LayerWeights, Norm, Projection
 from .kv_cache import CacheShape, KVCache, SlotCache
 from .prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.read_layers import (
@@ -402,7 +401,7 @@ class DenseDecoder(Decoder):
     def dense(self):
         "The functions of a dense layer, as formulas or as kernels."
         if self.ops is decode_ops:
-            return dense_ops
+            return decode_ops
         from grpo_nb.rollout import dense_kernels
 
         return dense_kernels
@@ -413,8 +412,8 @@ class DenseDecoder(Decoder):
         return replace(self.shape, windows=windows)
 
     def norm(self, x, by: Norm):
-        "`dense_ops.norm` in this model's format."
-        return dense_ops.norm(x, by, self.dtype)
+        "`decode_ops.family_norm` in this model's format."
+        return decode_ops.family_norm(x, by, self.dtype)
 
     def attend_prompts(self, number, q, k, v, pad_lens=None):
         "`Decoder.attend_prompts` without sinks."

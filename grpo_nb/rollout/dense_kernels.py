@@ -22,10 +22,9 @@ except ImportError as error:
 
 from torch.nn import functional as F
 
-from . import decode_kernels, decode_ops, dense_ops
+from . import decode_kernels, decode_ops
 from .decode_kernels import is_near, normal_tensors, trial_passes
-from .decode_ops import Projection
-from .dense_ops import DenseLayer, Norm
+from .decode_ops import DenseLayer, Norm, Projection
 from .kv_cache import LayerCache
 
 # %% ../../nbs/rollout/13_dense_kernels.ipynb #56700d7a
@@ -77,7 +76,7 @@ def add_norm(
     after: Norm | None,  # of y, before it is added
     dtype: torch.dtype,  # that is computed in; x may be wider
 ) -> tuple[torch.Tensor, torch.Tensor]:  # the residual stream (B, H), and its norm (B, H)
-    "`dense_ops.add_norm` by a kernel."
+    "`decode_ops.add_norm` by a kernel."
     B, H = x.shape
     total, normed, first = torch.empty_like(x), x.new_empty(B, H, dtype=dtype), after or by
     given = x, y, by.gamma, first.gamma, total, normed, H, by.eps, first.eps
@@ -113,7 +112,7 @@ def norm_heads(
     kv_heads: int,  # Hk
     head_dim: int,  # D, a power of two
 ) -> torch.Tensor:  # (B, (Hq + 2 Hk) D), which is `qkv`
-    "`dense_ops.norm_heads` by a kernel, in place; `head_dim` is a power of two."
+    "`decode_ops.norm_heads` by a kernel, in place; `head_dim` is a power of two."
     (B, width), (query, key) = qkv.shape, norms
     heads = width // head_dim - kv_heads
     given = qkv, query.gamma, key.gamma, width, heads - kv_heads, query.eps, key.eps
@@ -219,7 +218,7 @@ def _activate_kernel(gate, up, out, N, SG, SU, GELU: tl.constexpr, BI: tl.conste
 def activate(
     gate: torch.Tensor,  # (B, I), rows side by side in memory or further apart
     up: torch.Tensor,  # (B, I)
-    activation: str,  # a name of `dense_ops.ACTIVATIONS`
+    activation: str,  # a name of `decode_ops.ACTIVATIONS`
 ) -> torch.Tensor:  # (B, I)
     "The activation of the gate, times the other half."
     out = gate.new_empty(gate.shape)
@@ -234,7 +233,7 @@ def gated_mlp(
     x: torch.Tensor,  # (B, H), normed
     layer: DenseLayer,
 ) -> torch.Tensor:  # (B, H), to be added to the residual stream
-    "`dense_ops.gated_mlp` with the activation by a kernel."
+    "`decode_ops.gated_mlp` with the activation by a kernel."
     parts = products(x, layer.gate_up)
     gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
     return project(activate(gate, up, layer.activation), (layer.down,))
@@ -301,7 +300,7 @@ def _kernels_agree(device, dtype, D):
         lengths = (200 - 31 * torch.arange(rows + 1, device=device)).remainder(250).int()
         two = [
             _trial_step(*by, layer, head, x, turn, _copied(held), lengths, dtype)
-            for by in ((decode_kernels, mine), (decode_ops, dense_ops))
+            for by in ((decode_kernels, mine), (decode_ops, decode_ops))
         ]
         if not all(is_near(*both) for both in zip(*two)):
             return False
@@ -318,6 +317,6 @@ def works(
     dtype: torch.dtype,  # that is computed in
     head_dim: int,  # D, a power of two
 ) -> bool:
-    "Whether the kernels compute what `dense_ops` does here; used below compute capability 8.0."
+    "Whether the kernels compute what `decode_ops` does here; used below compute capability 8.0."
     agree, instead = partial(_kernels_agree, device, dtype, head_dim), "modules take their place"
     return trial_passes(agree, device, "a small layer came out otherwise", instead)

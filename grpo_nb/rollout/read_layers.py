@@ -20,8 +20,7 @@ from ..model.float8 import Float8Weight
 from ..model.limits import FAMILIES, Family
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
-from .decode_ops import Projection
-from .dense_ops import ACTIVATIONS, DenseLayer, Norm
+from .decode_ops import ACTIVATIONS, DenseLayer, Norm, Projection
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #c861165d
 class CannotRead(Exception):

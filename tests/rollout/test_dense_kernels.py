@@ -7,10 +7,16 @@ import pytest
 import torch
 from dense_models import dense_model
 
-from grpo_nb.rollout import decode_kernels, decoder, dense_kernels, dense_ops, filter_kernels, trial
-from grpo_nb.rollout.decode_ops import DecodeState
+from grpo_nb.rollout import (
+    decode_kernels,
+    decode_ops,
+    decoder,
+    dense_kernels,
+    filter_kernels,
+    trial,
+)
+from grpo_nb.rollout.decode_ops import DecodeState, Norm
 from grpo_nb.rollout.decoder import DenseDecoder
-from grpo_nb.rollout.dense_ops import Norm
 from grpo_nb.rollout.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -81,21 +87,21 @@ def test_norms_round_where_the_formulas_do(first, after):
     x, y = random(9, 48), random(9, 48)
     settings = by, other if after else None, torch.float16
     for mine, formula in zip(
-        dense_kernels.add_norm(x, y, *settings), dense_ops.add_norm(x, y, *settings)
+        dense_kernels.add_norm(x, y, *settings), decode_ops.add_norm(x, y, *settings)
     ):
         assert (mine != formula).float().mean() < 0.02
     qkv, heads = random(5, 6 * 16), tuple(replace(n, gamma=n.gamma[:16]) for n in (by, other))
-    formula = dense_ops.norm_heads(qkv, heads, 2, 16)
+    formula = decode_ops.norm_heads(qkv, heads, 2, 16)
     mine = dense_kernels.norm_heads(qkv.clone(), heads, 2, 16)
     assert (mine != formula).float().mean() < 0.02 and not torch.equal(mine, qkv)
 
 
-@pytest.mark.parametrize("name", dense_ops.ACTIVATIONS)
+@pytest.mark.parametrize("name", decode_ops.ACTIVATIONS)
 @pytest.mark.parametrize("together", [True, False])
 def test_the_activation(name, together):
     both = 3 * torch.randn(3, 2 * 1100, device=DEVICE)
     gate, up = both.chunk(2, -1) if together else both.view(3, 2, -1).transpose(0, 1).clone()
-    formula = dense_ops.ACTIVATIONS[name](gate) * up
+    formula = decode_ops.ACTIVATIONS[name](gate) * up
     mine = dense_kernels.activate(gate, up, name)
     torch.testing.assert_close(mine, formula, atol=1e-5, rtol=1e-5)
 

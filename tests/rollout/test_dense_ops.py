@@ -5,7 +5,7 @@ import torch
 import transformers
 from dense_models import dense_model
 
-from grpo_nb.rollout.dense_ops import Norm, norm
+from grpo_nb.rollout.decode_ops import Norm, family_norm
 
 
 @pytest.mark.parametrize("stream", [torch.float32, torch.bfloat16])
@@ -15,7 +15,7 @@ def test_norms_are_the_modules_for_every_pair_of_formats(stream, weight):
     for name, gemma in (("Llama", False), ("Gemma3Text", True)):
         module = dense_model(name).model.norm.to(weight)
         gamma = 1 + module.weight.float() if gemma else module.weight
-        mine = norm(x, Norm(gamma, 1e-6, not gemma), torch.float32)
+        mine = family_norm(x, Norm(gamma, 1e-6, not gemma), torch.float32)
         assert torch.equal(mine, module(x).float())
 
 
