@@ -32,6 +32,13 @@ TEMPLATE = (
     "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|start|>a:{% endif %}"
 )
+TOOLS = (
+    "{% if tools %}<|start|>s:{% for t in tools %}{{ t.function.name }} {% endfor %}<|end|>\n"
+    "{% endif %}"
+)
+CALLS = (
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+)
 TEXT = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -270,6 +277,17 @@ def seeing(
     model.generation_config.eos_token_id = words.eos_token_id
     model.generation_config.pad_token_id = words.pad_token_id
     return model, processor
+
+
+def with_tools(processor):
+    "The processor with a chat template that writes tools, their calls and what they answer."
+    tokenizer = processor.tokenizer
+    template = TOOLS + tokenizer.chat_template.replace(
+        "<|end|>\n{% endfor %}", CALLS + "<|end|>\n{% endfor %}"
+    )
+    for one in (tokenizer, processor):
+        one.chat_template = template
+    return processor
 
 
 def dots(count, width=24, height=16, seed=0):

@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS', 'AS_DATA', 'SHOWN', 'WRITTEN', 'USED_HERE',
            'SEEING', 'PLACE', 'CHAT', 'SeenPrompt', 'pixels_of', 'rows_of', 'Sight', 'sight_of', 'joined',
-           'picture_inputs', 'equal_pixels', 'told_apart', 'inputs_of_row', 'without_token', 'thumbnails', 'is_place',
-           'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures', 'before_text',
-           'as_picture', 'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks', 'PictureProcessor',
-           'load_processor', 'read_pictures', 'read_written', 'check_sees', 'without_pixels', 'without_gaps_of',
-           'tokenizer_in', 'tiny_seer']
+           'picture_places', 'picture_inputs', 'in_order', 'equal_pixels', 'told_apart', 'inputs_of_row',
+           'without_token', 'thumbnails', 'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row',
+           'WrittenPrompt', 'with_pictures', 'before_text', 'as_picture', 'first_words', 'in_grid', 'in_lines',
+           'in_tiles', 'between_marks', 'PictureProcessor', 'load_processor', 'read_pictures', 'read_written',
+           'placeholder_of', 'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
 import base64
@@ -44,6 +44,18 @@ class SeenPrompt(list):
     ):
         super().__init__(ids)
         self.pixels = pixels
+
+    def going_on(
+        self,
+        ids: Sequence[int],  # that follow it
+        later: Sequence[Mapping[str, torch.Tensor]],  # of each reply with pictures among them
+    ) -> "SeenPrompt":
+        "The prompt with what came behind it, and the pictures of both."
+        held = [one for one in (self.pixels, *later) if one]
+        pixels = held[0] if len(held) == 1 else {}
+        if len(held) > 1:
+            pixels = joined(held, Sight(tuple(dict.fromkeys(n for one in held for n in one))))
+        return SeenPrompt([*self, *ids], pixels)
 
 
 def pixels_of(
@@ -137,20 +149,17 @@ def joined(
     return result
 
 # %% ../../nbs/model/28_pictures.ipynb #0bdf1bb3
-def picture_inputs(
+def picture_places(
     model: Any,  # of transformers, PEFT-wrapped or not
-    pixels: Sequence[Mapping[str, torch.Tensor] | None],  # of B rows
+    pixels: Sequence[Mapping[str, torch.Tensor] | None],  # in the order of the rows' pictures
     ids: torch.Tensor,  # (B, L)
     mask: torch.Tensor,  # (B, L) bool, True = a real token
-    columns: int,  # of the prompts, which come first: pictures stand in prompts alone
     # arguments for the model, and (B, 1) what is added to the number of the tokens before a later
     # one to get its place; None: nothing
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    "What a model is called with, beside token ids, in order to see the pictures of a batch."
-    base, sight = base_causal_model(model), sight_of(model)
-    given = joined(pixels, sight, ids.device, base.dtype)
-    seen = (ids == base.config.image_token_id) & mask
-    seen[:, columns:] = False  # (B, L)
+    "Which tokens are pictures, and the places of all in rows and columns, as a family asks it."
+    base, sight, given = base_causal_model(model), sight_of(model), {}
+    seen = (ids == base.config.image_token_id) & mask  # (B, L)
     if sight.kinds:
         given[sight.kinds] = seen.long()
     if not hasattr(base.base_model, "get_rope_index"):
@@ -158,10 +167,34 @@ def picture_inputs(
     places, ahead = base.base_model.get_rope_index(
         ids,
         mm_token_type_ids=seen.int(),
-        image_grid_thw=given["image_grid_thw"],
         attention_mask=mask.long(),
+        **joined(pixels, Sight(("image_grid_thw",)), ids.device),
     )
     return given | {"position_ids": places}, ahead  # (3, B, L), (B, 1)
+
+
+def picture_inputs(
+    model: Any,  # of transformers, PEFT-wrapped or not
+    pixels: Sequence[Mapping[str, torch.Tensor] | None],  # in the order of the rows' pictures
+    ids: torch.Tensor,  # (B, L)
+    mask: torch.Tensor,  # (B, L) bool, True = a real token
+    # arguments for the model, and (B, 1) as `picture_places` gives it
+) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
+    "What a model is called with, beside token ids, in order to see the pictures of a batch."
+    given, ahead = picture_places(model, pixels, ids, mask)
+    dtype = base_causal_model(model).dtype
+    return given | joined(pixels, sight_of(model), ids.device, dtype), ahead
+
+# %% ../../nbs/model/28_pictures.ipynb #0b2fe0d3
+def in_order(
+    of_prompts: Sequence[Mapping[str, torch.Tensor] | None]
+    | None,  # of B rows; None: there is none
+    of_replies: Sequence[Mapping[str, torch.Tensor] | None] | None,  # the same of their completions
+) -> list[Mapping[str, torch.Tensor] | None]:  # 2 B
+    "The pictures of rows, each prompt's before those of its completion."
+    rows = of_prompts or of_replies or []
+    none = [None] * len(rows)
+    return [one for pair in zip(of_prompts or none, of_replies or none) for one in pair]
 
 
 def equal_pixels(one: Mapping | None, other: Mapping | None) -> bool:
@@ -184,24 +217,25 @@ def told_apart(
 
 def inputs_of_row(
     model: Any,  # of transformers, PEFT-wrapped or not
-    pixels: Sequence[Mapping[str, torch.Tensor] | None],  # of B rows
-    prompt_ids: torch.Tensor,  # (B, P) padded on the left
-    prompt_mask: torch.Tensor,  # (B, P) bool, True = a real token
+    of_prompts: Sequence[Mapping[str, torch.Tensor] | None]
+    | None,  # of B rows; None: there is none
+    of_replies: Sequence[Mapping[str, torch.Tensor] | None] | None,  # the same of their completions
+    ids: torch.Tensor,  # (B, P + T) prompts padded on the left, completions on the right
+    mask: torch.Tensor,  # (B, P + T) bool, True = a real token
     sharing: Sharing,  # of them, N tokens with U prompts
 ) -> dict[str, torch.Tensor]:
     "What `picture_inputs` gives, for a row in which each prompt and its pictures stand once."
-    first, sight = sharing.first, sight_of(model)  # (U,)
-    ids, mask = prompt_ids[first], prompt_mask[first]  # (U, P)
-    given, ahead = picture_inputs(model, rows_of(pixels, first), ids, mask, ids.shape[1])
-    later = sharing.positions[:, sharing.prompts :]  # (1, n) of the completions' tokens
-    if sight.kinds:
-        of_prompts = given[sight.kinds][mask][None]
-        given[sight.kinds] = torch.cat([of_prompts, torch.zeros_like(later)], 1)  # (1, N)
-    if ahead is not None:
-        later = later + sharing.spread(ahead)[sharing.completion_places // sharing.shape[3], 0]
-        places = torch.cat([given["position_ids"][:, mask], later.expand(3, -1)], 1)
-        given["position_ids"] = places[:, None]  # (3, 1, N)
-    return given
+    P, first, order = sharing.shape[1], sharing.first, sharing.order  # (U,), (B,)
+    of_rows, _ = picture_places(model, in_order(of_prompts, of_replies), ids, mask)
+
+    def in_row(x):  # (..., B, P + T) -> (..., 1, N)
+        prompts = x[..., first, :P].flatten(-2)[..., sharing.prompt_places]
+        completions = x[..., order, P:].flatten(-2)[..., sharing.completion_places]
+        return torch.cat([prompts, completions], -1)[..., None, :]
+
+    pixels = [*(rows_of(of_prompts, first) or []), *(rows_of(of_replies, order) or [])]
+    seen = joined(pixels, sight_of(model), ids.device, base_causal_model(model).dtype)
+    return seen | {name: in_row(x) for name, x in of_rows.items()}
 
 # %% ../../nbs/model/28_pictures.ipynb #479d1663
 def without_token(
@@ -538,9 +572,13 @@ def read_written(
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", *USED_HERE)
     pixels = {name: value for name, value in made.items() if name not in of_text}
     seen = SeenPrompt(made["input_ids"][0].tolist(), pixels)
-    placeholder = getattr(processor.tokenizer, "image_token", None) or token  # Gemma 3: not `token`
-    seen.place = processor.tokenizer.convert_tokens_to_ids(placeholder)
+    seen.place = processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor))
     return seen
+
+
+def placeholder_of(processor: Any) -> str:
+    "The token that stands for a vector of a picture; a Gemma 3's template writes another one."
+    return getattr(processor.tokenizer, "image_token", None) or processor.image_token
 
 
 def check_sees(processor: Any) -> None:  # ValueError

@@ -56,7 +56,9 @@ class Arrivals:
         go_on: Callable[[int, Any], Asked | None],
         max_positions: int | None = None,  # of the model; None: no limit is known
         patience_s: float = PATIENCE_S,
+        sees: bool = False,  # what they wait for may bring pictures, so no row stays in a decoder
     ):
+        self.sees = sees
         self.ready = {one.number: one for one in first}
         self.read, self.go_on, self.max_positions = read, go_on, max_positions
         self.calls: dict[int, UnderWay] = {}

@@ -65,7 +65,7 @@ def share_prompts(
     "Find equal prompts: `unique[index[i]] == prompt_ids[i]`; other pictures are another prompt."
     unique, place, index = [], {}, []
     for ids in prompt_ids:
-        pixels = getattr(ids, "pixels", None)
+        pixels = getattr(ids, "pixels", None) or None
         index.append(place.setdefault((tuple(ids), id(pixels)), len(place)))
         if len(place) > len(unique):
             unique.append(tuple(ids) if pixels is None else ids)
@@ -125,7 +125,7 @@ def prefill(
     given = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}  # (U, L), 0 at the first real one
     pixels, ahead, never = pixels_of(unique), None, None
     if pixels is not None:
-        inputs, ahead = picture_inputs(model, pixels, ids, mask, ids.shape[1])
+        inputs, ahead = picture_inputs(model, pixels, ids, mask)
         given, never = given | inputs, model.config.image_token_id
     out = model(input_ids=ids, attention_mask=mask, use_cache=True, logits_to_keep=1, **given)
     cache = getattr(out, cache_name(model), None)
@@ -729,7 +729,7 @@ class RolloutEngine:
         decoder, _ = self._open(longest or 0)  # turns become longer
         # with a `generate` of its own, a class means every turn to go through it
         own = type(self).generate is not RolloutEngine.generate
-        if own or decoder is None:
+        if own or decoder is None or arrivals.sees:
             return in_rounds(self, arrivals, params)
         config, drawing = self.model.config.get_text_config(), self._drawing(params)
         limits = config.vocab_size, longest, why_no_longer(config)

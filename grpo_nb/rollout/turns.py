@@ -8,9 +8,10 @@ __all__ = ['Kinds', 'DEEPEST', 'STRING', 'WORD', 'UNESCAPED', 'WORDS', 'FITS', '
            'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'Reader', 'kinds_of', 'typed', 'tagged_call', 'read_calls',
            'parse_hermes', 'parse_llama', 'parse_harmony', 'on_text', 'described_by', 'rendered', 'look_up',
            'turn_with', 'trials', 'what_came_back', 'choose_parser', 'short_call', 'turn_end', 'suffix_ids',
-           'tool_schemas', 'Toolset', 'toolset', 'event_loop', 'CallsOfOne', 'awaited', 'run_calls', 'TurnRollout',
-           'tool_metrics', 'Transcript', 'check_template', 'next_turn', 'TurnCalls', 'TurnDraws', 'TurnSampler',
-           'methods_of', 'reward_of', 'Environments', 'Beginning', 'appended', 'begin']
+           'tool_schemas', 'Toolset', 'toolset', 'may_show', 'is_parts', 'content_of', 'event_loop', 'CallsOfOne',
+           'awaited', 'run_calls', 'TurnRollout', 'tool_metrics', 'Transcript', 'check_template', 'next_turn',
+           'TurnReplies', 'TurnCalls', 'TurnDraws', 'TurnSampler', 'methods_of', 'reward_of', 'Environments',
+           'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/18_turns.ipynb #382bfec9
 import asyncio
@@ -27,11 +28,22 @@ from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from transformers.utils import get_json_schema
 
+from grpo_nb.model.pictures import (
+    SeenPrompt,
+    as_picture,
+    held_in,
+    is_place,
+    placeholder_of,
+    places_of,
+    read_pictures,
+    with_pictures,
+)
 from .arrivals import Arrivals, Asked, in_rounds
 from .rollout import Rollout, default_stop_token_ids, joined, special_ids, text_of
 from .sampler import Sampler, drawn_elsewhere
@@ -384,8 +396,13 @@ def rendered(
     tokenizer: Any,
     variables: Mapping[str, Any],  # of the chat template
     goes_on: bool,  # whether the assistant's next turn is begun
-) -> list[int]:
+    processor: Any = None,  # of pictures in messages
+) -> list[int]:  # a `SeenPrompt` where there are pictures
     "Token ids of a conversation."
+    if places_of(messages):
+        given = dict(tokenize=False, add_generation_prompt=goes_on, **variables)
+        write = partial(tokenizer.apply_chat_template, **given)
+        return read_pictures(messages, processor or tokenizer, write)
     return list(
         tokenizer.apply_chat_template(
             messages, add_generation_prompt=goes_on, return_dict=True, **variables
@@ -538,10 +555,12 @@ def suffix_ids(
     replies: list[dict],  # {"role": "tool", "name", "content"}, the answers to one turn's calls
     tokenizer: Any,
     variables: Mapping[str, Any] = {},  # of the chat template
-) -> list[int]:  # ValueError if the template does not write the answers
+    processor: Any = None,  # of pictures in the answers
+) -> SeenPrompt:  # ValueError if the template does not write the answers
     "The tokens that stand between the end of a turn with calls and what the model draws next."
     end, times = turn_end(tokenizer, replies[0]["name"], variables)
-    ids = rendered([*short_call(replies[0]["name"]), *replies], tokenizer, variables, True)
+    asked = short_call(replies[0]["name"])
+    ids = rendered([*asked, *replies], tokenizer, variables, True, processor)
     places = [place for place, token in enumerate(ids) if token == end]
     suffix = ids[places[times - 1] + 1 :] if len(places) >= times else []
     if not suffix:
@@ -550,7 +569,7 @@ def suffix_ids(
             "answered: take the tokenizer of a model that was trained with tools, or set a "
             "template that writes calls and messages with the role 'tool'"
         )
-    return suffix
+    return SeenPrompt(suffix, getattr(ids, "pixels", {}))
 
 # %% ../../nbs/rollout/18_turns.ipynb #feddd8a8
 def tool_schemas(
@@ -587,6 +606,41 @@ def toolset(
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"two tools have the name {twice[0]!r}, and a call has nothing but a name")
     return Toolset({tool.__name__: tool for tool in tools}, tool_schemas(tools))
+
+# %% ../../nbs/rollout/18_turns.ipynb #9222fec8
+def may_show(
+    tool: Callable,  # a function, or `reset` of an environment
+) -> bool:  # False: it is annotated to return a text or a number
+    "Whether a tool may answer with a picture."
+    said = inspect.signature(tool).return_annotation
+    return getattr(said, "__name__", said) not in ("str", "int", "float", "bool", "dict", None)
+
+
+def is_parts(
+    value: Any,
+) -> bool:
+    "Whether a value is the content of a message in parts, texts and pictures."
+    if not isinstance(value, (list, tuple)) or not all(isinstance(x, Mapping) for x in value):
+        return False
+    return bool(value) and {x.get("type") for x in value} <= {"text", "image", "image_url"}
+
+
+def content_of(
+    value: Any,  # that a tool or an environment gave
+) -> str | list[dict]:  # parts where it has pictures; ValueError for one that cannot be read
+    "A value as a message's content."
+    from PIL import Image
+
+    if isinstance(value, Image.Image):
+        value = [{"type": "image", "image": value}]
+    if not is_parts(value):
+        return str(value)
+    if not places_of([{"content": value}]):
+        return text_of(value)
+    return [
+        {"type": "image", "image": as_picture(held_in(one))} if is_place(one) else dict(one)
+        for one in value
+    ]
 
 # %% ../../nbs/rollout/18_turns.ipynb #bf9c799f
 LONG_S = 30.0  # after which a tool that is still running is named
@@ -676,8 +730,9 @@ class CallsOfOne:
     def answer(
         self,
         i: int,  # number of the call
-    ) -> tuple[str, bool, bool]:  # the text for the model, whether it is an error, whether late
-        "What came of a call, as text."
+        # the content for the model, whether it is an error, whether late
+    ) -> tuple[str | list, bool, bool]:
+        "What came of a call, as the content of a message."
         if self.answers[i] is None:  # else the thread may wait for whoever asks, to wake it
             self.thread.join(self.seconds_left())
         late = self.answers[i] is None
@@ -688,16 +743,20 @@ class CallsOfOne:
             except BaseException as error:
                 late = value.cancel()
                 kind, value = "error", TimeoutError(self.words) if late else error
-        failed = kind == "error"
-        return str({"error": str(value)} if failed else value), failed, late
+        if kind == "value":
+            try:
+                return content_of(value), False, late
+            except ValueError as error:
+                value = error
+        return str({"error": str(value)}), True, late
 
     def replies(self) -> list[tuple[dict, bool, bool]]:
         "Of each call a message, whether it is an error, and whether it is late; it waits for them."
         found = []
         for i, call in enumerate(self.calls):
-            text, *how = self.answer(i)
+            content, *how = self.answer(i)
             name = call["function"]["name"]
-            found.append(({"role": "tool", "name": name, "content": text}, *how))
+            found.append(({"role": "tool", "name": name, "content": content}, *how))
         return found
 
 # %% ../../nbs/rollout/18_turns.ipynb #3eb1016f
@@ -728,6 +787,8 @@ class TurnRollout(Rollout):
     calls: list[int] = field(default_factory=list)  # that were run
     failures: list[int] = field(default_factory=list)  # of them, those answered with an error
     late: list[bool] = field(default_factory=list)  # whether a call is still running
+    # of each the tensors of all pictures that tools answered with; None: with none
+    reply_pixels: list[dict | None] = field(default_factory=list)
     # the prompts as environments completed them, for reward functions; None: as the data has them
     prompts: list | None = None
 
@@ -749,12 +810,13 @@ def tool_metrics(
 class Transcript:
     "One completion while it grows. Its lists have an entry for each token."
 
-    prompt: list[int]
+    prompt: Sequence[int]  # a `SeenPrompt` where it has pictures
     tools: Toolset
     ids: list[int] = field(default_factory=list)  # of the completion so far
     logps: list[float | None] = field(default_factory=list)  # None for tokens that nobody drew
     written: list[bool] = field(default_factory=list)  # by the policy
     messages: list[dict] = field(default_factory=list)
+    pixels: list[dict] = field(default_factory=list)  # of the pictures in each reply that has some
     pending: list[dict] = field(default_factory=list)  # calls of the last turn, not yet run
     calls: int = 0
     errors: list[str] = field(default_factory=list)  # that calls were answered with
@@ -771,6 +833,13 @@ class Transcript:
     def failures(self) -> int:
         "Calls that were answered with an error."
         return len(self.errors)
+
+    def so_far(self) -> list[int]:  # a `SeenPrompt` where there are pictures
+        "All tokens, the prompt first."
+        seen = getattr(self.prompt, "pixels", {})
+        if not seen and not self.pixels:
+            return [*self.prompt, *self.ids]
+        return SeenPrompt(self.prompt, seen).going_on(self.ids, self.pixels)
 
     def add(
         self,
@@ -819,23 +888,63 @@ def next_turn(
     "A row's next turn. Its random numbers go on where the last turn's ended."
     prefix, row.prefix = row.prefix, None  # the sampler alone has it, until it is read
     key = int(behind(torch.tensor([row.key]), [len(row.ids)]))
-    return Asked(number, row.prompt + row.ids, max_tokens - len(row.ids), key, prefix)
+    return Asked(number, row.so_far(), max_tokens - len(row.ids), key, prefix)
+
+# %% ../../nbs/rollout/18_turns.ipynb #1aeee6ed
+class TurnReplies:
+    "What a turn gets back."
+
+    def without_places(
+        self, reply: dict, failed: bool, late: bool
+    ) -> tuple[dict, bool, bool]:  # an error in place of a text that holds a placeholder
+        "A reply of `CallsOfOne.replies` in which nothing but a picture looks like one."
+        if not any(mark in text_of(reply["content"]) for mark in self.marks):
+            return reply, failed, late
+        error = str({"error": "the answer's text has the token that stands for a picture"})
+        return {**reply, "content": error}, True, late
+
+    def answered(
+        self,
+        row: Transcript,
+        results: list[tuple[dict, bool, bool]],  # of `CallsOfOne.replies`
+        max_tokens: int,  # of the completion
+    ) -> int:  # tokens that it may still draw
+        "Append what its calls have answered, of `CallsOfOne.replies`."
+        row.calls += len(results)
+        results = [self.without_places(*one) for one in results]
+        row.errors += [reply["content"] for reply, failed, _ in results if failed]
+        row.late |= any(late for *_, late in results)
+        replies = [reply for reply, *_ in results]
+        if self.processor is None and places_of(replies):
+            raise ValueError(
+                f"a tool answered with a picture ({', '.join(one['name'] for one in replies)}), "
+                "and nobody reads pictures in this run: take a model that sees (Qwen3-VL, Gemma 3, "
+                "SmolVLM, ...), pass processing_class=AutoProcessor.from_pretrained(...), and "
+                "annotate the tool `-> list`, not as one that returns a text or a number"
+            )
+        suffix = suffix_ids(replies, self.tokenizer, self.variables, self.processor)
+        room = max_tokens - len(row.ids) - len(suffix)
+        if room >= 0:
+            row.add(suffix)
+            row.pixels += [suffix.pixels] if suffix.pixels else []
+            row.messages, row.reason = row.messages + replies, "length"
+        return max(room, 0)
 
 # %% ../../nbs/rollout/18_turns.ipynb #652738ca
-class TurnCalls:
-    "What a turn calls, and what it gets back."
+class TurnCalls(TurnReplies):
+    "What a turn calls."
 
     def take(self, row: Transcript, i: int, drawn: Rollout, params: SamplingParams) -> None:
         "Add row `i` of what was drawn to a transcript, and read the calls in it."
         size = min(int(drawn.lengths[i]), params.max_tokens - len(row.ids))
-        ids, before = drawn.completion_ids[i, :size].tolist(), row.prompt + row.ids
+        ids, before = drawn.completion_ids[i, :size].tolist(), [*row.prompt, *row.ids]
         left = drawn.survivors
         left = left if left is None else Survivors(left[i, :size], drawn.log_mass[i, :size])
         row.add(ids, drawn.logps[i, :size].tolist(), left)
         row.messages.append(self.read(ids, before, row.tools.schemas))
         row.reason = drawn.finish_reasons[i] if size == int(drawn.lengths[i]) else "length"
         calls = row.messages[-1].get("tool_calls", [])
-        row.pending = calls if row.reason == "stop" else []
+        row.pending = calls if row.reason == "stop" and ids[-1] not in self.places else []
         row.turns += 1
         if drawn.versions is not None:
             row.versions.append(int(drawn.versions[i]))
@@ -869,24 +978,6 @@ class TurnCalls:
         rest = {name: message[name] for name in message.keys() - {"tool_calls", "content", "role"}}
         return as_message(content, calls, **rest)
 
-    def answered(
-        self,
-        row: Transcript,
-        results: list[tuple[dict, bool, bool]],  # of `CallsOfOne.replies`
-        max_tokens: int,  # of the completion
-    ) -> int:  # tokens that it may still draw
-        "Append what its calls have answered, of `CallsOfOne.replies`."
-        row.calls += len(results)
-        row.errors += [reply["content"] for reply, failed, _ in results if failed]
-        row.late |= any(late for *_, late in results)
-        replies = [reply for reply, *_ in results]
-        suffix = suffix_ids(replies, self.tokenizer, self.variables)
-        room = max_tokens - len(row.ids) - len(suffix)
-        if room >= 0:
-            row.add(suffix)
-            row.messages, row.reason = row.messages + replies, "length"
-        return max(room, 0)
-
 # %% ../../nbs/rollout/18_turns.ipynb #0f553db6
 class TurnDraws(TurnCalls):
     "Completions turn by turn, and their record."
@@ -899,9 +990,10 @@ class TurnDraws(TurnCalls):
     ) -> TurnRollout:  # len(prompts) * params.n completions
         "Continue each prompt `params.n` times, turn by turn, until no call is left to run."
         stop = self.stop_token_ids if params.stop_token_ids is None else params.stop_token_ids
-        params = replace(params, stop_token_ids=tuple(dict.fromkeys([*stop, self.end])))
+        stop = dict.fromkeys([*stop, self.end, *self.places])
+        params = replace(params, stop_token_ids=tuple(stop))
         each = zip(prompts, tools or [self.tools] * len(prompts), strict=True)
-        rows = [Transcript(list(ids), its) for ids, its in each for _ in range(params.n)]
+        rows = [Transcript(ids, its) for ids, its in each for _ in range(params.n)]
         for row, key in zip(rows, stream_keys(len(rows), params.seed).tolist()):
             row.key = key
 
@@ -914,7 +1006,8 @@ class TurnDraws(TurnCalls):
             return next_turn(number, rows[number], params.max_tokens) if room else None
 
         first = [next_turn(number, row, params.max_tokens) for number, row in enumerate(rows)]
-        arrivals = Arrivals(first, read, go_on, self.max_positions)
+        sees = self.processor is not None
+        arrivals = Arrivals(first, read, go_on, self.max_positions, sees=sees)
         draw = getattr(self.sampler, "draw_arrivals", partial(in_rounds, self.sampler))
         under_way, over = [], threading.Event()
         if self.timeout_s is None:
@@ -940,13 +1033,15 @@ class TurnDraws(TurnCalls):
         rollout = drawn_elsewhere(output, len(rows), stop, self.device)
         if all(row.versions for row in rows):
             rollout.versions = torch.tensor([*map(min, of("versions"))], device=self.device)
-        rollout.finish_reasons = of("reason")
+        rollout.prompt_ids, rollout.finish_reasons = of("prompt"), of("reason")
         self.say_what_never_works(rows)
         if all(one is not None for row in rows for one in row.left):
             whole = [[joined(parts, -1)[None] for parts in zip(*row.left)] for row in rows]
             ids, log_mass = zip(*whole)
             rollout.survivors, rollout.log_mass = joined(ids, -1), joined(log_mass, 0.0)
         told = {name: of(name) for name in ("messages", "calls", "failures", "late")}
+        empty = SeenPrompt([], {})
+        told["reply_pixels"] = [empty.going_on([], row.pixels).pixels or None for row in rows]
         return TurnRollout(**vars(rollout), **told)
 
 # %% ../../nbs/rollout/18_turns.ipynb #e226be3e
@@ -973,6 +1068,8 @@ class TurnSampler(TurnDraws):
         parser: Parser | None = None,  # None: `choose_parser`
         # whose methods are tools; it has the functions of `tools` as well
         environments: "Environments | None" = None,
+        # of a model that sees, where prompts or answers may have pictures; None: they have none
+        processor: Any = None,
     ):
         if not sampler.takes_token_ids:
             raise ValueError(
@@ -988,7 +1085,11 @@ class TurnSampler(TurnDraws):
             stop_token_ids = default_stop_token_ids(sampler.model, tokenizer)
         self.end = turn_end(tokenizer, next(iter(self.tools.functions), "tool"), self.variables)[0]
         self.stop_token_ids = stop_token_ids
-        self.environments = environments
+        self.environments, self.processor, self.marks = environments, processor, []
+        if processor is not None:
+            self.marks = [placeholder_of(processor), processor.image_token]
+        # the placeholder ends a turn, which may draw it by chance where nothing is to be seen yet
+        self.places = tokenizer.convert_tokens_to_ids(self.marks[:1])
         self.loop: asyncio.AbstractEventLoop | None = None
         self.lock, self.said = threading.Lock(), set()
 
@@ -1177,13 +1278,21 @@ class Beginning:
 
 def appended(
     prompt: Sequence[Mapping],  # a conversation, which is left as it is
-    text: str | None,  # for the end of its last message
+    shown: Any,  # for the end of its last message: a text, a picture or parts; None: nothing
 ) -> list[dict]:
-    "A conversation whose last message goes on with a text."
-    if text is None:
+    "A conversation whose last message goes on with what an environment shows."
+    if shown is None:
         return list(prompt)
-    last = {**prompt[-1], "content": text_of(prompt[-1].get("content")) + str(text)}
-    return [*prompt[:-1], last]
+    both = [prompt[-1].get("content"), content_of(shown)]
+    if places_of([{"content": one} for one in both]):
+        lists = [
+            [{"type": "text", "text": one or ""}] if isinstance(one, (str, NoneType)) else one
+            for one in both
+        ]
+        content = [part for one in lists for part in one]
+    else:
+        content = "".join(map(text_of, both))
+    return [*prompt[:-1], {**prompt[-1], "content": content}]
 
 
 def begin(
@@ -1199,8 +1308,8 @@ def begin(
             'writes conversations: give [{"role": "user", "content": ...}]'
         )
     if environments is None:
-        return Beginning([list(row["prompt"]) for row in rows], [tools] * len(rows))
+        return Beginning([list(with_pictures(row)) for row in rows], [tools] * len(rows))
     instances = environments.take(rows)
     pairs = list(zip(rows, instances))
-    prompts = [appended(row["prompt"], environments.reset(row, its)) for row, its in pairs]
+    prompts = [appended(with_pictures(row), environments.reset(row, its)) for row, its in pairs]
     return Beginning(prompts, [environments.toolset(*pair) for pair in pairs], instances)

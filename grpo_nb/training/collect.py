@@ -17,7 +17,14 @@ from accelerate.utils import gather_object
 
 from ..algorithm.advantages import group_advantages
 from ..algorithm.batching import BatchLayout, completion_order, prompt_order
-from ..model.pictures import WrittenPrompt, has_pictures, pixels_of, places_of, with_pictures
+from grpo_nb.model.pictures import (
+    WrittenPrompt,
+    has_pictures,
+    pixels_of,
+    places_of,
+    rows_of,
+    with_pictures,
+)
 from ..rollout.rollout import Rollout, pad_left, passed_over
 from ..rollout.sampler import FunctionSampler, Sampler
 from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams
@@ -161,7 +168,12 @@ class SourceQuestions(SourceParts):
 
 # %% ../../nbs/training/11_collect.ipynb #51a7c0de
 class SourceSees(SourceQuestions):
-    "Puts pictures beside prompts that somebody else has read."
+    "The pictures of a rollout; it puts them beside prompts that somebody else has read."
+
+    def pixels_in(self, rollout: Rollout) -> dict[str, list | None]:
+        "The tensors of all pictures, as a `TrainingBatch` has them."
+        of_replies = rows_of(getattr(rollout, "reply_pixels", None), slice(None))
+        return {"pixels": pixels_of(rollout.prompt_ids), "reply_pixels": of_replies}
 
     def with_pixels(self, rows: list[dict], rollout: Rollout) -> Rollout:  # ValueError
         "A rollout of a function, whose prompts get the pictures of the data."
@@ -208,7 +220,8 @@ class SourceDraws(SourceSees):
         row, shown = rows[0], self.tools_shown()
         if not shown:
             return self.prompts_of([row], [0])[0][0]
-        return prompt_token_ids(row["prompt"], self.tokenizer, self.variables_of([row])[0] | shown)
+        variables = self.variables_of([row])[0] | shown
+        return prompt_token_ids(with_pictures(row), self.processor, variables)
 
     def draw(
         self,
@@ -237,7 +250,7 @@ class SourceDraws(SourceSees):
             started = begin(rows, self.sampler.tools, environments)
             shown = [{"tools": its.schemas or None} for its in started.tools]
             variables = [own | its for own, its in zip(self.variables_of(rows), shown)]
-            prompts = self.measured_ids(started.prompts, self.tokenizer, variables, numbers)
+            prompts = self.measured_ids(started.prompts, self.processor, variables, numbers)
             rollout = self.sampler.generate(prompts, params, started.tools)
             rollout.prompts = started.prompts
             if environments is not None:
@@ -306,7 +319,7 @@ class CompletionSource(SourceDraws):
         prompts = pad_left(rollout.prompt_ids, pad, rollout.mask.device)
         drawn = rollout.completion_ids, rollout.mask, kept, advantages, rollout.logps
         more = dict(survivors=rollout.survivors, log_mass=rollout.log_mass)
-        more |= dict(versions=rollout.versions, pixels=pixels_of(rollout.prompt_ids))
+        more |= {"versions": rollout.versions, **self.pixels_in(rollout)}
         return TrainingBatch(*prompts, *drawn, **more)
 
     def tell_of_many_left(self, rollout: Rollout) -> None:

@@ -455,7 +455,7 @@ class GuardLooks:
     def look(self, batch: TrainingBatch, due: bool, step: int) -> None:
         "Compare some completions of a batch."
         drawn, rows = self.config.sampling_params(), None
-        asks = self.server is not None and batch.pixels is None  # whose conversations are gone
+        asks = self.server is not None and not batch.sees  # whose conversations are gone
         if (missing := needs_more(self.config, batch, drawn)) and asks:
             ends = dict(seed=0, stop_token_ids=drawn.stop_token_ids)
             most = min(drawn.max_tokens, PLAIN_TOKENS)

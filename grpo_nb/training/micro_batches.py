@@ -27,7 +27,7 @@ from grpo_nb.model.memory_bytes import (
     unpack_bytes,
 )
 from ..model.packed import FrozenWeight, experts_of
-from ..model.pictures import told_apart
+from ..model.pictures import in_order, told_apart
 from ..model.shared_prefix import distinct_prompts
 from ..model.stored_weights import towers
 from .config import GRPOConfig
@@ -147,12 +147,13 @@ def seen_bytes(
     checkpointed: bool,  # layers keep only their input
 ) -> tuple[int, int]:  # bytes kept until the backward pass is through, and the most at any time
     "What the pictures of a piece take."
-    if piece.pixels is None or shape.tower is None:
+    if not piece.sees or shape.tower is None:
         return 0, 0
-    held = [one for one in piece.pixels if one]
-    if reads_a_row(model):  # each picture once
+    held = [one for one in in_order(piece.pixels, piece.reply_pixels) if one]
+    if piece.pixels and reads_a_row(model):  # each prompt's picture once
         numbers = told_apart(piece.pixels).tolist()
-        held = [one for i, one in enumerate(piece.pixels) if one and numbers[i] == i]
+        once = [one if numbers[i] == i else None for i, one in enumerate(piece.pixels)]
+        held = [one for one in in_order(once, piece.reply_pixels) if one]
     patches = sum(one["pixel_values"].numel() for one in held) // shape.tower.numbers
     beside = towers(base_causal_model(model)).values()
     trains = any(p.requires_grad for tower in beside for p in tower.parameters())

@@ -6,14 +6,14 @@
 __all__ = ['WHERE', 'PARTS', 'PROJECTORS', 'checkpoint_layers', 'switch_checkpointing', 'recompute_layers', 'check_adapters',
            'check_model', 'loading_arguments', 'load_named', 'for_adapters', 'names_of_parts', 'parts_to_train',
            'with_adapter', 'within_parts', 'check_tied', 'check_trainable', 'dropouts', 'doubt_of_dropout',
-           'doubt_of_routers', 'load_policy', 'describe_trainable', 'quicken', 'name_of', 'processor_of',
+           'doubt_of_routers', 'load_policy', 'describe_trainable', 'quicken', 'name_of', 'processor_of', 'has_tower',
            'tokenizer_of', 'frozen_dtype', 'Precision', 'Reference']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
 import re
 from collections.abc import Callable, Collection
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from accelerate import PartialState
 from peft import PeftModel, get_peft_model, prepare_model_for_kbit_training
 from peft.helpers import disable_input_dtype_casting
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unmatched
 from ..model.attention import check_attention, for_text
@@ -31,7 +31,7 @@ from ..model.fused_layers import fuse_dense_layers
 from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import FrozenWeight
-from ..model.pictures import load_processor
+from ..model.pictures import SIGHTS, load_processor
 from ..model.stored_weights import released_class, skeleton, towers, towers_in_16_bits
 from .config import GRPOConfig, warn
 from .policy_logprobs import base_causal_model, find_head
@@ -456,6 +456,19 @@ def processor_of(
         name = base_of_adapter(folder)
     with loading(f"model={name!r}", name, ", or pass processing_class=processor"):
         return load_processor(name)
+
+
+def has_tower(
+    model: Any,  # a model, or its name
+) -> bool:  # False too where its files do not say it
+    "Whether a model reads pictures, of a family that is known here."
+    if isinstance(model, str):
+        folder, config = adapter_folder(model), None
+        with suppress(OSError, ValueError):
+            config = AutoConfig.from_pretrained(base_of_adapter(folder) if folder else model)
+    else:
+        config = base_causal_model(model).config
+    return hasattr(config, "vision_config") and config.model_type in SIGHTS
 
 
 def tokenizer_of(

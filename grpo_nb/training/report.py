@@ -229,10 +229,10 @@ def turns_of(sample: dict[str, Any]) -> list[tuple[str, str]]:  # (role, text)
 
 
 def pictures_of_sample(sample: dict[str, Any]) -> list[str]:  # addresses that hold them
-    "The pictures of a completion's prompt, small."
+    "The pictures of a completion's prompt and of its replies, small."
     with suppress(ValueError, TypeError, RecursionError):
-        pictures = json.loads(sample.get("pictures") or "[]")
-        return [one for one in pictures if one.startswith("data:image/")]
+        lists = [json.loads(sample.get(n) or "[]") for n in ("pictures", "reply_pictures")]
+        return [one for held in lists for one in held if one.startswith("data:image/")]
     return []
 
 

@@ -247,9 +247,11 @@ def check_batch(
         if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
             check.refuse(f"{side}_ids {whose}", type(ids).__name__, "a tensor of rows")
         sides[side] = (count, ids.shape[1])  # (N, P) and (N, T)
-    check_pixels(batch.get("pixels"), count, check)
+    seen = ("pixels", "reply_pixels")
+    for name in seen:
+        check_pixels(batch.get(name), count, check)
     for name, value in batch.items():
-        if name == "pixels" or value is None and name in optional:
+        if name in seen or value is None and name in optional:
             continue
         shape, kinds = sides["prompt" if "prompt" in name else "completion"], floats
         if name.endswith("_ids"):

@@ -11,7 +11,7 @@ __all__ = ['check_launch', 'check_arguments', 'check_config', 'at_home', 'check_
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from ..model.pictures import has_pictures, sight_of
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampler import FunctionSampler, Sampler
-from ..rollout.turns import NO_PROMPT, Environments, TurnSampler
+from ..rollout.turns import NO_PROMPT, Environments, TurnSampler, may_show
 from ..serving.colocated import VLLMOfRun
 from ..serving.stream import check_in_flight
 
@@ -56,6 +56,7 @@ from grpo_nb.training.policy_model import (
     Reference,
     dropouts,
     frozen_dtype,
+    has_tower,
     processor_of,
     quicken,
     tokenizer_of,
@@ -186,17 +187,14 @@ def check_tools(
 def check_pictures(
     model: Any,  # of transformers, PEFT-wrapped or not
     config: GRPOConfig,
-    tools: Any,
 ) -> None:  # ValueError
     "Refuse pictures for a model of texts, and for those who draw without seeing them."
     sight_of(model)
-    blind = {"tools and environments": tools}
-    for name, used in (blind | {"max_staleness": config.max_staleness}).items():
-        if used:
-            raise ValueError(
-                f"the data has pictures, and with {name} they would not reach whoever draws: leave "
-                "it out, so that the trainer's own engine draws"
-            )
+    if config.max_staleness:
+        raise ValueError(
+            "the data has pictures, and with max_staleness they would not reach whoever draws: "
+            "leave it out, so that the trainer's own engine draws"
+        )
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #1184c5eb
 def check_drawn_one_way(
@@ -297,26 +295,35 @@ class Given:
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #5ee1c0de
 class Seeing(Given):
-    "Whether the data has pictures, and who reads them."
+    "Whether there are pictures, and who reads them."
+
+    shown = False  # whether a tool or an environment may answer with some
 
     @property
     def sees(self) -> bool:
-        "Whether a data set has pictures."
+        "Whether a data set has pictures, or a tool may show some."
         rows = self.eval_dataset
         several = rows.values() if isinstance(rows, dict) else [rows]
         known = [one for one in (self.train_dataset, *several) if one is not None]
-        return any(has_pictures(one, column_names(one)) for one in known)
+        return self.shown or any(has_pictures(one, column_names(one)) for one in known)
 
     def reader_of(self, model: Any, processing_class: Any) -> Any:
-        "The tokenizer, or the processor where the data has pictures."
-        if processing_class:
-            return processing_class
-        return processor_of(model) if self.sees else tokenizer_of(model)
+        "The tokenizer, or the processor where the data has pictures or a tool may show some."
+        sees, kinds = self.sees, getattr(self.environments, "kinds", {}).values()
+        answers = [*self.tools, *(kind.reset for kind in kinds)]
+        may = any(map(may_show, answers)) and has_tower(model)
+        if may and not sees and not processing_class:
+            with suppress(ImportError, OSError, ValueError):  # else it reads texts alone
+                processing_class = processor_of(model)
+        if not processing_class:
+            processing_class = processor_of(model) if sees else tokenizer_of(model)
+        self.shown = may and getattr(processing_class, "image_processor", None) is not None
+        return processing_class
 
     def check_sight(self) -> None:  # ValueError
         "Refuse pictures that the model, or whoever draws, does not see."
         if self.sees:
-            check_pictures(self.model, self.config, self.tools)
+            check_pictures(self.model, self.config)
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #2bf53f76
 class Weighed(Seeing):
@@ -426,6 +433,7 @@ class Drawing(Weighed):
             max_positions=longest_sequence(self.model.config),
             chat_template_kwargs=self.config.chat_template_kwargs,
             environments=self.environments,
+            processor=self.processing_class if self.sees else None,
         )
 
     def shown_to_sampler(self):  # a context manager
