@@ -86,7 +86,8 @@ def in_chat(
     if ids.messages is None:
         raise ValueError(
             "a vLLM server takes pictures inside a conversation, and the prompt is a text that a "
-            "chat template has written already: give the rows as messages"
+            "chat template has written already, or goes on behind a call of a tool: give the rows "
+            "as messages, and with tools leave use_vllm out, so that the trainer's engine draws"
         )
     messages = [
         {**message, "content": [*map(in_request, content)]}

@@ -410,5 +410,5 @@ def test_places_in_rows_and_columns():
     model, processor = seeing("qwen3_vl")
     prompt = prompts_of(processor, ROWS[:1])[0]
     ids, mask = pad_left([prompt, prompt[:3]])
-    given, ahead = picture_inputs(model, [prompt.pixels, None], ids, mask, ids.shape[1])
+    given, ahead = picture_inputs(model, [prompt.pixels, None], ids, mask)
     assert given["position_ids"].shape == (3, 2, len(prompt)) and ahead.tolist() == [[3 - 6], [0]]

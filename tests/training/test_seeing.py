@@ -315,20 +315,9 @@ def test_who_does_not_see_is_a_sentence(tmp_path):
     with pytest.raises(ValueError, match="GptOssForCausalLM reads none"):
         GRPOTrainer(model, low, **given)
 
-    def ruler(x: int) -> int:
-        """Measure.
-
-        Args:
-            x: where
-
-        Returns:
-            a length
-        """
-        return x
-
     seer, processor = seeing("idefics3")
-    with pytest.raises(ValueError, match="with tools and environments they would not reach"):
-        GRPOTrainer(seer, low, **given | dict(processing_class=processor), tools=[ruler])
+    with pytest.raises(ValueError, match="with max_staleness they would not reach"):
+        run_of("idefics3", tmp_path, max_staleness=1)
     with pytest.raises(ValueError, match="reads texts alone"):
         trainer = GRPOTrainer(seer, low, **given | dict(processing_class=processor.tokenizer))
         trainer.train()
