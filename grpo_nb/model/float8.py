@@ -4,9 +4,8 @@
 
 # %% auto #0
 __all__ = ['E4M3', 'LARGEST', 'KINDS', 'BLOCK', 'TINY', 'METHOD', 'SCALE', 'block_of', 'grid', 'quantize', 'dequantize',
-           'Float8Weight', 'as_float8', 'has_scaled_products', 'scaled_product', 'float8_weights',
-           'use_scaled_products', 'block_in_files', 'Float8Config', 'Float8Quantizer', 'RoundFloat8', 'ReadFloat8',
-           'lies_turned']
+           'Float8Weight', 'as_float8', 'float8_weights', 'block_in_files', 'Float8Config', 'Float8Quantizer',
+           'RoundFloat8', 'ReadFloat8', 'lies_turned']
 
 # %% ../../nbs/model/29_float8.ipynb #c347bc4c
 import re
@@ -128,7 +127,7 @@ def dequantize(
 # %% ../../nbs/model/29_float8.ipynb #74d86bc5
 class Float8Weight(FrozenWeight):
     """A frozen weight (..., in, out) in float8: blocks (..., out, in) of e4m3 and scales in
-    float32; then the size of a block, and whether products are computed in float8 too."""
+    float32; then the size of a block."""
 
     FORMAT, PLANNED, BITS = "float8", "fp8", 8
 
@@ -151,10 +150,6 @@ class Float8Weight(FrozenWeight):
         if func in (aten.stack.default, aten.cat.default):
             if (joined := _joined(func, *args, **(kwargs or {}))) is not None:
                 return joined
-        if func in (aten.mm.default, aten.addmm.default) and not kwargs:
-            *bias, x, w = args
-            if isinstance(w, Float8Weight) and w.form[1:] == (True,) and not w.turned:
-                return scaled_product(x, w, *bias)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -191,61 +186,12 @@ def as_float8(
     block = block_of(kind, stored.shape[-1])
     return Float8Weight(*quantize(stored, block), dtype or weight.dtype, turned, block)
 
-# %% ../../nbs/model/29_float8.ipynb #52cbbbd4
-def has_scaled_products(
-    device: torch.device | str,
-) -> bool:
-    "Whether a card multiplies float8 by float8: from compute capability 8.9 on."
-    device = torch.device(device)
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def scaled_product(
-    x: torch.Tensor,  # (M, in)
-    weight: Float8Weight,  # (in, out), a scale for each of its `out` rows
-    bias: torch.Tensor | None = None,  # (out,), added first, as in torch.addmm
-) -> torch.Tensor:  # (M, out) in x's dtype
-    "x W by float8 codes of both, each row of x with a scale of its own; sums in float32."
-    codes, scales = quantize(x, (1, x.shape[1]))  # (M, in), (M, 1)
-    y = torch._scaled_mm(
-        codes,
-        weight.blocks.T,
-        scale_a=scales,
-        scale_b=weight.scales.T.contiguous(),
-        out_dtype=x.dtype,
-    )
-    return y if bias is None else y + bias
-
-
+# %% ../../nbs/model/29_float8.ipynb #e99061e3
 def float8_weights(
     model: torch.nn.Module,
 ) -> dict[str, Float8Weight]:  # by the parameter's name
     "The weights of a model that are stored in float8."
     return {name: p for name, p in model.named_parameters() if isinstance(p, Float8Weight)}
-
-
-def use_scaled_products(
-    model: torch.nn.Module,  # with weights in float8; changed in place
-    on: bool = True,
-) -> int:  # how many weights are multiplied so; ValueError where none can be
-    """Multiply in float8 in the forward pass: inputs are rounded too, so the policy is another.
-    The backward pass unpacks the weight."""
-    found, count = float8_weights(model), 0
-    if on and not all(has_scaled_products(p.device) for p in found.values()):
-        raise ValueError(
-            "products of float8 need a card of compute capability 8.9 or newer: leave "
-            "use_scaled_products out, and the weights are unpacked for each product"
-        )
-    for p in found.values():
-        fits = p.dim() == 2 and p.block[0] == 1 and not any(n % 16 for n in p.shape)
-        p.form = (p.block, on and fits)
-        count += on and fits
-    if on and not count:
-        raise ValueError(
-            f"none of {len(found)} weights in float8 has a scale for each row and sizes that are "
-            "multiples of 16: load the model with load_in_fp8='row'"
-        )
-    return count
 
 # %% ../../nbs/model/29_float8.ipynb #d5dd1bbf
 METHOD = "grpo_nb_float8"  # under which transformers finds what follows

@@ -11,12 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from grpo_nb import RolloutEngine, SamplingParams, load_model
 from grpo_nb.model.float8 import (
     as_float8,
-    dequantize,
     float8_weights,
-    has_scaled_products,
-    quantize,
-    scaled_product,
-    use_scaled_products,
 )
 from grpo_nb.model.tiny import tiny_gpt_oss
 
@@ -114,34 +109,3 @@ def test_no_dense_copy_is_kept():
     y = torch.nn.functional.linear(x, weight)
     assert torch.cuda.memory_allocated() - before < 2**20
     y.sum().backward()
-
-
-def test_products_in_float8():
-    if not has_scaled_products(DEVICE):
-        pytest.skip("needs compute capability 8.9")
-    x = torch.randn(48, 512, device=DEVICE, dtype=torch.bfloat16)
-    w = as_float8(torch.randn(256, 512, device=DEVICE, dtype=torch.bfloat16), "row")
-    rounded = dequantize(*quantize(x, (1, 512)), torch.float32, (1, 512))
-    whole = dequantize(w.blocks, w.scales, torch.float32, w.block)
-    expected = rounded @ whole.T
-    made = scaled_product(x, w.mT).float()
-    assert (made - expected).norm() < 0.01 * expected.norm()
-
-
-def test_a_model_multiplies_in_float8(folders):
-    model = load(folders / "dense", load_in_fp8=True, dtype="bfloat16", lora_r=4)
-    if not has_scaled_products(DEVICE):
-        with pytest.raises(ValueError, match="compute capability 8.9"):
-            use_scaled_products(model)
-        return
-    ids = torch.randint(3, 500, (2, 24), device=DEVICE)
-    with torch.no_grad():
-        before = model(ids).logits.float()
-        assert use_scaled_products(model) == 14
-        after = model(ids).logits.float()
-        assert 0 < (after - before).norm() < 0.3 * before.norm()
-        use_scaled_products(model, False)
-        assert torch.equal(model(ids).logits.float(), before)
-    use_scaled_products(model)
-    model(ids).logits.float().logsumexp(-1).sum().backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters() if p.requires_grad)

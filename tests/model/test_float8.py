@@ -35,8 +35,6 @@ from grpo_nb.model.float8 import (
     dequantize,
     float8_weights,
     quantize,
-    scaled_product,
-    use_scaled_products,
 )
 from grpo_nb.model.loading import lay_out, memory_by_part
 from grpo_nb.model.memory_bytes import MODELS, read_shape, weight_bits, weight_bytes
@@ -422,24 +420,6 @@ def test_still_packed():
     assert "Float8Weight((4, 256, 128)" in repr(w)
 
 
-def test_products_in_float8():
-    "torch's own product of codes and scales is that of the rounded numbers."
-    torch.manual_seed(0)
-    x, dense = torch.randn(6, 64), torch.randn(32, 64)
-    w = as_float8(dense, "row")
-    codes, scales = quantize(x, (1, 64))
-    expected = dequantize(codes, scales, torch.float32, (1, 64)) @ w.dequantize().T
-    bias = torch.randn(32)
-    made = scaled_product(x, w.mT, bias)
-    assert torch.allclose(made, expected + bias, atol=1e-4)
-    w.form = (w.block, True)
-    x.requires_grad_()
-    y = torch.nn.functional.linear(x, w, bias)
-    assert torch.equal(y, made)
-    (gradient,) = torch.autograd.grad(y.sum(), x)  # through the unpacked weight
-    assert torch.allclose(gradient, w.dequantize().sum(0).expand(6, -1), atol=1e-5)
-
-
 # ---- what is refused
 
 
@@ -450,8 +430,6 @@ def test_refusals(folders, tmp_path):
         load(folders / "dense", load_in_fp8=True, load_in_4bit=True)
     with pytest.raises(ValueError, match="the checkpoint is in float8"):
         load(folders / "dense fp8", load_in_4bit=True)
-    with pytest.raises(ValueError, match="compute capability 8.9"):
-        use_scaled_products(load(folders / "dense", load_in_fp8=True))
     stored = load_file(folders / "dense fp8/model.safetensors")
     lost = [k for k in stored if k.endswith("_scale_inv")][0]
     stored.pop(lost)
