@@ -173,8 +173,6 @@ def _read_shape(
             given[key] = tuple(islice(cycle(numbers), sizes[0]))
         elif key == "tower":
             given[key] = Tower(*numbers[:6], *map(bool, numbers[6:]))
-        elif key == "tower":  # what Tower holds
-            given[key] = Tower(*numbers[:6], *map(bool, numbers[6:]))
         elif key == "counted":  # what transformers' class has, where a formula does not do
             given[key] = tuple(zip(("embedding", "head", "attention", "mlp", "rest"), numbers))
         else:

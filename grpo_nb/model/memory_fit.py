@@ -8,15 +8,15 @@ __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS',
            'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held', 'read_whole',
            'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training', 'casts', 'with_gradients',
            'all_gradients', 'hidden_on_host', 'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest',
-           'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'with_context',
-           'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory']
+           'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'split_context',
+           'with_context', 'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory']
 
 # %% ../../nbs/model/22_memory_fit.ipynb #3a6e9f79
 import difflib
 import re
 import warnings
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from itertools import chain
 from typing import Any
@@ -288,26 +288,15 @@ TRAINABLE = ("bf16", "fp16", "fp32")  # formats in which weights train
 
 def check_counts(step):
     "Refuse counts that are not whole numbers, or are below their minimum."
-    optional = ("logit_chunk_multiplier", "slice_tokens")
-    least = dict(lora_r=0, prompt_length=0, optimizer_bytes=0, update_bytes=0, vllm_bytes=0)
-    least["picture_tokens"] = 0
-    for name in (
-        *least,
-        *optional,
-        "max_completion_length",
-        "num_generations",
-        "generation_batch_size",
-        "per_device_train_batch_size",
-        "mini_batch",
-        "shards",
-    ):
-        value = getattr(step, name)
-        if value is None and name in optional:
+    none = "lora_r prompt_length picture_tokens optimizer_bytes update_bytes vllm_bytes".split()
+    for field in fields(step):
+        value, least = getattr(step, field.name), int(field.name not in none)
+        if field.type not in (int, int | None) or value is None and field.default is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least.get(name, 1):
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ValueError(
-                f"{name} is {value!r}, and it is a count: give a whole number of at "
-                f"least {least.get(name, 1)}"
+                f"{field.name} is {value!r}, and it is a count: give a whole number of at "
+                f"least {least}"
             )
 
 
@@ -758,19 +747,33 @@ def usual_prompt(
     return min(512, context // 2)
 
 
-def with_context(
-    step: Step,
+def split_context(
     context: int,  # tokens of a prompt and its completion
     prompt_length: int | None = None,  # tokens of these; None: usual_prompt
-) -> Step:
-    "The same step with `context` tokens, prompt and completion together."
+) -> tuple[int, int]:  # tokens of the prompt, of the completion; ValueError
+    "Both lengths of a context."
+    if not isinstance(context, int) or isinstance(context, bool) or context < 2:
+        raise ValueError(
+            f"context is {context!r}, and it counts the tokens of a prompt and its completion: "
+            "give a whole number of at least 2"
+        )
     prompt = usual_prompt(context) if prompt_length is None else prompt_length
     if prompt >= context:
         raise ValueError(
             f"prompt_length is {prompt:,} and context {context:,}, which counts the "
             "prompt too: leave room for a completion"
         )
-    return replace(step, prompt_length=prompt, max_completion_length=context - prompt)
+    return prompt, context - prompt
+
+
+def with_context(
+    step: Step,
+    context: int,  # tokens of a prompt and its completion
+    prompt_length: int | None = None,  # tokens of these; None: usual_prompt
+) -> Step:
+    "The same step with `context` tokens, prompt and completion together."
+    prompt, completion = split_context(context, prompt_length)
+    return replace(step, prompt_length=prompt, max_completion_length=completion)
 
 
 def longest_context(

@@ -44,6 +44,7 @@ from grpo_nb.model.memory_fit import (
     rank_flag,
     served_together,
     serving,
+    split_context,
     usual_prompt,
 )
 from .step_time import RATES, step_seconds
@@ -239,20 +240,10 @@ def lengths_of(
     # prompt_length (None: Setup's own rule gives it), max_completion_length
 ) -> dict[str, int | None]:
     "Split a context into the lengths of prompt and completion."
-    if not isinstance(context, int) or isinstance(context, bool) or context < 2:
-        raise ValueError(
-            f"context is {context!r}, and it counts the tokens of a prompt and its completion: "
-            "give a whole number of at least 2"
-        )
-    prompt = usual_prompt(context) if prompt_length is None else prompt_length
-    if prompt >= context:
-        raise ValueError(
-            f"prompt_length is {prompt:,} and context {context:,}, which counts the "
-            "prompt too: leave room for a completion"
-        )
+    prompt, completion = split_context(context, prompt_length)
     if prompt_length is None and context < 1024 and context % 2:
         prompt_length = prompt  # half of an odd number
-    return dict(prompt_length=prompt_length, max_completion_length=context - prompt)
+    return dict(prompt_length=prompt_length, max_completion_length=completion)
 
 
 def config_of(
