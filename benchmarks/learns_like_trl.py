@@ -40,7 +40,7 @@ import transformers
 
 from grpo_nb.demo import MAX_TOKENS, greedy_accuracy, one_thread
 from grpo_nb.environments.arithmetic import addition_problems, exact_answer_reward
-from grpo_nb.model.files import write_json
+from grpo_nb.model.limits import write_json
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.training.fine_tuning import fine_tune
 

@@ -135,7 +135,7 @@ _joins = {  # a module -> the paths of those that became parts of it
     "kernels.training_kernels": "kernels.softmax_kernel",
     "model.adapters": "model.lora model.experts_lora",
     "model.fused_layers": "model.fused_dense model.token_slices",
-    "model.limits": "model.kernel_choice model.families",
+    "model.limits": "model.kernel_choice model.families model.files",
     "training.collect": "training.evaluation",
     "training.hub": "training.local_hub",
     "training.policy_model": "training.precision training.reference",

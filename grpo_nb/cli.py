@@ -34,8 +34,7 @@ from typing import Any
 
 from . import __web__
 from .environments.isolated_rewards import visible
-from .model.files import naming_a_full_disk, write_json
-from .model.limits import KERNELS, TRANSFORMERS_NAMES
+from .model.limits import KERNELS, TRANSFORMERS_NAMES, naming_a_full_disk, write_json
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
 from .model.memory_fit import ALL, CARDS, Card, find_card, gibibytes
 from .training.one_run import OneRun

@@ -26,7 +26,7 @@ from grpo_nb.environments.arithmetic import (
     exact_answer_reward,
 )
 from .environments.verifiers import exact_match, number_matches
-from .model.files import write_json
+from .model.limits import write_json
 from .model.loading import load_model
 from .model.tiny import tiny_gpt_oss
 from .rollout.engine import RolloutEngine

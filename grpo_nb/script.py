@@ -33,7 +33,7 @@ from . import __web__
 from .compat.trl import GRPOTrainer
 from .model import adapters
 from .model.attention import has_sinks
-from .model.files import is_disk_full
+from .model.limits import is_disk_full
 from .model.loading import choose_dtype, load_model
 from .model.memory_bytes import GiB, longest_sequence
 from .model.stored_weights import read_config

@@ -35,7 +35,7 @@ from peft.utils.other import AuxiliaryTrainingWrapper
 from transformers.core_model_loading import revert_weight_conversion
 
 from .adapters import low_rank_adapters, read_lora
-from .files import NO_ROOM, naming_a_full_disk
+from .limits import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
 from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
 from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of

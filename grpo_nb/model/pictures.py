@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from .files import write_json
+from .limits import write_json
 from .offload import base_causal_model
 from .shared_prefix import Sharing
 from .tiny import tiny_tokenizer

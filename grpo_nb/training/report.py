@@ -20,7 +20,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..model.files import write_text
+from ..model.limits import write_text
 
 # %% ../../nbs/training/23_report.ipynb #ecfb09c1
 @dataclass

@@ -31,7 +31,7 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import speed_metrics
 
 from ..environments.isolated_rewards import visible
-from ..model.files import json_text, naming_a_full_disk, write_json, write_text
+from ..model.limits import json_text, naming_a_full_disk, write_json, write_text
 from .config import GRPOConfig, warn
 from .hints import Hints
 from .optimizer import Inspector

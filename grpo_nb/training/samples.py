@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..environments.isolated_rewards import visible
-from ..model.files import written_aside
+from ..model.limits import written_aside
 from ..model.pictures import is_place, places_of, thumbnails
 from ..rollout.rollout import text_of
 from .data import equal, shortened

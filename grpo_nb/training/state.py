@@ -25,7 +25,7 @@ from torch.backends import cudnn
 from transformers import TrainerState
 
 from ..algorithm.batching import BatchLayout
-from ..model.files import write_json
+from ..model.limits import write_json
 from .config import GRPOConfig
 from .optimizer import Inspector
 from .policy_logprobs import TrainingBatch

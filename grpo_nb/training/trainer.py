@@ -22,7 +22,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 
 # %% ../../nbs/training/19_trainer.ipynb #b48448c0
 from ..model.attention import check_attention
-from ..model.files import json_text
+from ..model.limits import json_text
 from ..model.loading import LEFT_ALONE, check_capped_scores
 from ..model.memory_bytes import longest_sequence
 from ..model.pictures import tokenizer_in

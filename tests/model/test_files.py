@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from grpo_nb.model import files
 from grpo_nb.model.export import new_folder
-from grpo_nb.model.files import DiskFull, has_room, naming_a_full_disk, write_json, write_text
+from grpo_nb.model.limits import DiskFull, has_room, naming_a_full_disk, write_json, write_text
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def small_disk(tmp_path):
 
 
 def test_the_module_needs_nothing_heavy():
-    code = "import sys, grpo_nb.model.files; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, grpo_nb.model.limits; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "set()", done.stderr
 

@@ -297,7 +297,7 @@ def test_results_are_written_all_at_once(tmp_path, monkeypatch):
     def killed(*names):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("grpo_nb.model.files.os.replace", killed)
+    monkeypatch.setattr("grpo_nb.model.limits.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         write_metrics(tmp_path, "train", {"a": 2})
     assert json.loads((tmp_path / "train_results.json").read_text()) == {"a": 1}
