@@ -126,7 +126,7 @@ from importlib.machinery import ModuleSpec
 _former = {  # room -> the paths that its modules had in the last release
     "kernels": "algorithm.softmax_kernel model.training_kernels model.compile_together",
     "serving": "rollout.server rollout.stand_in rollout.stream rollout.colocated "
-    "rollout.addresses rollout.vllm_requests rollout.adapter_versions rollout.whole_weights",
+    "rollout.addresses rollout.vllm_requests rollout.adapter_versions",
     "compat": "model.fast",
 }
 _moved = {old: room for room, paths in _former.items() for old in paths.split()}
@@ -142,7 +142,10 @@ _joins = {  # a module -> the paths of those that became parts of it
     "training.trainer_parts": "training.trainer_checks",
     "widgets.masks": "widgets.chunks",
     "widgets.pull": "widgets.advantages widgets.clipping widgets.transcript",
+    "rollout.arrivals": "rollout.prefixes",
     "rollout.decode_ops": "rollout.dense_ops",
+    "rollout.read_layers": "rollout.trial",
+    "serving.adapter_versions": "serving.whole_weights rollout.whole_weights",
     "widgets.rewards": "widgets.reward_table widgets.reward_tasks",
 }
 _joined = {old: now for now, paths in _joins.items() for old in paths.split()}

@@ -20,11 +20,10 @@ import torch
 from ..kernels.compile_together import compile_together
 from ..model.limits import PREFILL_TOKENS
 from . import decode_ops
-from .arrivals import Asked
+from .arrivals import Asked, Prefixes
 from .decode_ops import DecodeState
 from .decoder import SIZES, STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
 from .kv_cache import SlotCache
-from .prefixes import Prefixes
 from .sampling import SamplingParams, SurvivorRecord
 
 # %% ../../nbs/rollout/16_continuous_batching.ipynb #0762b7eb

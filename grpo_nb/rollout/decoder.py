@@ -22,14 +22,16 @@ from ..model.float8 import Float8Weight
 from ..model.masks import attention_mask
 from ..model.memory_bytes import longest_sequence
 from . import decode_ops
+from .arrivals import BehindPrefixes, Prefix, Prefixes
 from .decode_ops import DecodeState, LayerWeights, Norm, Projection
 from .kv_cache import CacheShape, KVCache, SlotCache
-from .prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.read_layers import (
     CannotRead,
+    Trials,
     check_rotation,
     check_tensors,
     family_of,
+    in_a_line,
     read_dense_layer,
     read_norm,
     read_projection,
@@ -41,7 +43,6 @@ from grpo_nb.rollout.sampling import (
     room_for_survivors,
     sample,
 )
-from .trial import Trials, in_a_line
 
 # %% ../../nbs/rollout/10_decoder.ipynb #1306b3cf
 def read_layer(

@@ -25,7 +25,7 @@ from ..model.limits import MOST_DRAWN_TOGETHER, PREFILL_TOKENS, ROWS_OF_ONE
 from ..model.memory_bytes import longest_sequence, read_shape, why_no_longer
 from ..model.memory_fit import free_memory
 from ..model.pictures import SeenPrompt, picture_inputs, pixels_of, without_token
-from .arrivals import Arrivals, in_rounds
+from .arrivals import Arrivals, Prefix, Prefixes, in_rounds
 from .continuous_batching import complete_in_turn
 from .decode_ops import DecodeState
 from .decoder import Decoder, DenseDecoder, open_decoder
@@ -37,7 +37,7 @@ from grpo_nb.rollout.module_decoding import (
     extra_bytes,
     try_to_record,
 )
-from .prefixes import Prefix, Prefixes
+from .read_layers import Trials
 from grpo_nb.rollout.rollout import (
     Rollout,
     concatenate,
@@ -55,7 +55,6 @@ from grpo_nb.rollout.sampling import (
     stream_keys,
     stream_numbers,
 )
-from .trial import Trials
 
 # %% ../../nbs/rollout/03_engine.ipynb #492e1739
 def share_prompts(

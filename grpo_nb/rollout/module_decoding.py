@@ -19,14 +19,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..model.recorded_layers import waiting_is_an_error
 from .decoder import STRIDE
-from .read_layers import changed_forward
+from .read_layers import changed_forward, in_a_line
 from grpo_nb.rollout.sampling import (
     SamplingParams,
     SurvivorRecord,
     sample,
     stream_numbers,
 )
-from .trial import in_a_line
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #6bdf5783
 class PreallocatedLayer(DynamicLayer):

@@ -30,10 +30,9 @@ from ..model.memory_bytes import GiB
 from ..model.memory_fit import VLLM_GRAPHS, rank_flag
 from ..model.packed import PackedWeight
 from ..rollout.read_layers import in_four_bits
-from .adapter_versions import served_config
+from .adapter_versions import check_whole, served_config
 from .addresses import ServerError
 from .server import VLLMServer
-from .whole_weights import check_whole
 
 # %% ../../nbs/serving/06_colocated.ipynb #b3a44826
 KEEPER = """

@@ -22,7 +22,7 @@ from ..rollout.arrivals import Arrivals, in_rounds
 from ..rollout.engine import share_prompts
 from ..rollout.rollout import Rollout, end_at_text
 from ..rollout.sampling import SamplingParams
-from .adapter_versions import AdapterVersions, faults, settings_of
+from .adapter_versions import AdapterVersions, WeightVersions, faults, settings_of
 from grpo_nb.serving.addresses import (
     CONNECT_S,
     LOOK,
@@ -48,7 +48,6 @@ from grpo_nb.serving.vllm_requests import (
     rollout_of,
     scored,
 )
-from .whole_weights import WeightVersions
 
 # %% ../../nbs/serving/01_server.ipynb #6cb69737
 def kind_of_logprobs(

@@ -9,7 +9,7 @@ from dense_models import dense_model
 from peft import LoraConfig, get_peft_model
 
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout import trial
+from grpo_nb.rollout import read_layers as trial
 from grpo_nb.rollout.decoder import open_decoder
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams

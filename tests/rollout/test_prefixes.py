@@ -13,11 +13,11 @@ from small_runs import one_thread, small_model  # noqa: F401
 
 from grpo_nb.rollout import decoder as decoders
 from grpo_nb.rollout import engine as engines
+from grpo_nb.rollout.arrivals import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import Decoder, DenseDecoder
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import SlotCache
-from grpo_nb.rollout.prefixes import BehindPrefixes, Prefix, Prefixes
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys
 from grpo_nb.rollout.turns import TurnSampler
 from grpo_nb.serving.server import VLLMServer

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from grpo_nb.model.limits import FAMILIES, Family
 from grpo_nb.model.tiny import tiny_gpt_oss
-from grpo_nb.rollout import trial
+from grpo_nb.rollout import read_layers as trial
 from grpo_nb.rollout.decoder import DenseDecoder, open_decoder
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams

@@ -15,9 +15,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from grpo_nb.model.packed import pack_experts
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.engine import RolloutEngine
+from grpo_nb.serving.adapter_versions import check_whole, in_format
 from grpo_nb.serving.addresses import ServerError
 from grpo_nb.serving.colocated import vllm_command
-from grpo_nb.serving.whole_weights import check_whole, in_format
 
 
 def shaken(model, seed=0):
