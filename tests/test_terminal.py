@@ -193,7 +193,7 @@ def test_pages_show_tags_as_text():
         sample_html({**sample, attack: 1.0}, [attack]),
         dashboard_html({"runs": [run_of([], name=attack)]}),
         highlighted(attack, one, colours_of(one)),
-        judgements_table(attack, one, [1.0], colours_of(one)),
+        judgements_table(one, [1.0]),
         transcript_html([tokens]),
     ]
     for page in map(Page, pages):

@@ -37,7 +37,7 @@ from grpo_nb.rollout.turns import FORMATS, HERMES, parse_hermes, parse_llama, ty
 from grpo_nb.training.report import sample_html
 from grpo_nb.training.samples import samples_text, several_turns
 from grpo_nb.widgets.dashboard import samples_table
-from grpo_nb.widgets.rewards import Judgement, advantages_table, colours_of, highlighted
+from grpo_nb.widgets.rewards import Judgement, group_html
 
 # parameters that hold what a model wrote
 READS = ("text", "texts", "completion", "completions")
@@ -141,8 +141,7 @@ def seen(text):
     "A completion in the table of rewards."
     marks = xmlcount_reward_func.explain(text).marks
     one = [Judgement("tags", 1.0, Explanation(text, marks))]
-    highlighted(text, one, colours_of(one))
-    advantages_table([text, "4"], [one, one], [1.0])
+    group_html([text, "4"], [one, one], [1.0])
 
 
 MADE |= {  # parsers of calls, and what shows completions

@@ -14,7 +14,6 @@ from grpo_nb.widgets.rewards import (
     colours_of,
     group_html,
     highlighted,
-    shortened,
     total,
 )
 
@@ -71,10 +70,6 @@ def test_a_completion_is_shown_as_it_is():
         ).count("<mark")
         == 1
     )
-
-
-def test_short_texts():
-    assert shortened("a\n b") == "a b" and len(shortened("x" * 999)) == 60
 
 
 # totals
