@@ -371,42 +371,29 @@ def _card(
     return replace(card, name=f"{card.name} {change} {usable:g} GiB", usable=usable)
 
 # %% ../nbs/91_cli.ipynb #bdda58f5
-_VALUES = {  # setting -> flag with a value
-    "weights": "--format",
-    "lora_targets": "--lora-targets",
-    "lora_r": "--lora-r",
-    "per_device_train_batch_size": "--batch",
-    "mini_batch": "--mini-batch",
-    "logit_chunk_multiplier": "--logit-chunk-multiplier",
-    "slice_tokens": "--tile",
-    "optim": "--optimizer",
-    "fsdp": "--fsdp",
-}
-_LEFT_OUT = {  # setting -> flag that the advice removes
-    "gradient_checkpointing": "--no-checkpointing",
-    "attention": "--attention",
-    "reference": "--reference",
-}
+_LEFT_OUT = ("gradient_checkpointing", "attention", "reference")  # whose flag the advice removes
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_8bit", "sgd": "sgd"}
 
 
 def _as_flags(
+    named: dict[str, str],  # setting -> its flag
     before,  # the Setup that was planned
     after,  # the Setup with the advice applied
 ) -> str:  # "--offload embedding --lora-r 8", to be added to the command
     "The differences of two setups as flags of this command."
     changes, now = after.differences(before), after.settings()
-    given = {flag: changes[name] for name, flag in _VALUES.items() if changes.get(name) is not None}
-    flags = [f"{f} {v if isinstance(v, (int, str)) else ' '.join(v)}" for f, v in given.items()]
+    flags = []
+    for name in named.keys() - {"card", *_LEFT_OUT}:
+        if (value := changes.get(name)) is not None:
+            value = [value] if isinstance(value, (int, str)) else value
+            flags.append(" ".join([named[name], *(f"{one}" for one in value if one is not True)]))
     if not changes.keys().isdisjoint(_OFFLOADS.values()):
         flags.insert(0, " ".join(["--offload", *(w for w, name in _OFFLOADS.items() if now[name])]))
-    if "share_prompt" in changes:
-        flags.append("--share-prompt")
     if "max_completion_length" in changes:
         flags.append(f"--context {after.step.context}")
     if "card" in changes:
         flags.append(f"--card {shlex.quote(after.card.name)}")
-    left_out = [f"without {flag}" for name, flag in _LEFT_OUT.items() if name in changes]
+    left_out = [f"without {named[name]}" for name in _LEFT_OUT if name in changes]
     return ", ".join([" ".join(flags), *left_out]).removeprefix(", ")
 
 # %% ../nbs/91_cli.ipynb #9559e076
@@ -482,7 +469,7 @@ def _fits_with(
     if better is None:
         return None
     if not args.model.endswith(_RECIPES):
-        return _as_flags(made.setup, better[0].setup)
+        return _as_flags(args.flags, made.setup, better[0].setup)
     card = better[0].setup.card
     flags = [f"--card {shlex.quote(card.name)}"] if card != made.setup.card else []
     return " ".join([*flags, *(f"--{n} {shlex.quote(in_yaml(v))}" for n, v in lines.items())])

@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['MADE_IN_A_FILE', 'NOT_HERE', 'TODAY', 'GROUPS', 'FIELDS', 'NAMES', 'LIBRARY', 'SHORT', 'THEIRS', 'OF_TRL', 'CALLED',
-           'INSTEAD', 'FILES', 'STARTS', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number', 'from_yaml',
-           'from_words', 'read_text', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names', 'recipe_of',
-           'check_complete', 'read_recipe', 'comments', 'add_flag', 'groups_of_settings', 'add_flags', 'underscored',
-           'is_function', 'module_of', 'place_of', 'check_places', 'check_there', 'named_object', 'made_by', 'shape_of',
-           'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of', 'with_lines',
-           'lines_of_servers', 'with_launch']
+           'INSTEAD', 'FILES', 'STARTS', 'listed', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number',
+           'from_yaml', 'from_words', 'read_text', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names',
+           'recipe_of', 'check_complete', 'read_recipe', 'comments', 'add_flag', 'groups_of_settings', 'add_flags',
+           'underscored', 'is_function', 'module_of', 'place_of', 'check_places', 'check_there', 'named_object',
+           'made_by', 'shape_of', 'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml',
+           'end_of', 'with_lines', 'lines_of_servers', 'with_launch']
 
 # %% ../nbs/88_recipe.ipynb #b1af4714
 import argparse
@@ -32,6 +32,13 @@ from .planning.plan import Setup, as_settings, server_urls
 from .training.config import GRPOConfig, Settings, all_unknown, setting, types_of
 
 # %% ../nbs/88_recipe.ipynb #4e2f3ca4
+def listed(
+    names: Iterable[str] | None,  # a name, or several
+) -> list[str]:
+    "The names of a setting that may be one or a list."
+    return [names] if isinstance(names, str) else [*(names or ())]
+
+
 @dataclass(kw_only=True)
 class ModelSettings(Settings):
     "The model that is trained, and how it is loaded."
@@ -82,6 +89,10 @@ class AdapterSettings(Settings):
     lora_modules_to_save: list[str] | None = setting(None)
     use_rslora: bool = setting(False)  # scale by lora_alpha / sqrt(lora_r)
     use_dora: bool = setting(False)  # train the length of each weight vector separately
+
+    def targets(self) -> list[str]:  # empty: PEFT's choice
+        "What is named to have an adapter, modules and matrices."
+        return [*listed(self.lora_target_modules), *listed(self.lora_target_parameters)]
 
     def doubts(self):
         set_here = [n for n, spec in self.specs.items() if getattr(self, n) != spec.default]
@@ -467,8 +478,7 @@ def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
         if not rows.stat().st_size:
             one = '{"prompt": "2+3=", "answer": 5}'
             raise ValueError(f"{said}, the file is empty: write one a line, such as {one}")
-    names = recipe.data.reward_funcs or []
-    for name in [names] if isinstance(names, str) else names:
+    for name in listed(recipe.data.reward_funcs):
         _, place, _ = place_of(name, "reward_funcs")
         if place.endswith(".py") and not Path(place).is_file():
             raise ValueError(
@@ -565,9 +575,7 @@ def stored_as(
 
 def adapted_parts(adapter: AdapterSettings) -> tuple[str, ...]:  # some of TARGETS
     "The parts of a layer that have an adapter."
-    given = (adapter.lora_target_modules, adapter.lora_target_parameters)
-    names = [name for one in given for name in ([one] if isinstance(one, str) else one or [])]
-    words = " ".join(names) or "attention"
+    words = " ".join(adapter.targets()) or "attention"
     found = {"attention": r"all|att|qkv|\b[qkvo]_proj", "mlp": r"all|mlp|expert|gate|up_|down_"}
     return tuple(part for part, pattern in found.items() if re.search(pattern, words))
 

@@ -46,6 +46,7 @@ from grpo_nb.recipe import (
     adapted_parts,
     check_complete,
     is_function,
+    listed,
     made_by,
     named_object,
 )
@@ -58,9 +59,7 @@ from .training.sharding import asked_by_launcher, asked_in_config
 # %% ../nbs/89_script.ipynb #3764f840
 def rewards_of(data: DataSettings) -> list[Any]:  # functions, and the name of a reward model
     "What scores the completions, a reward model first, as in TRL."
-    names = data.reward_funcs or []
-    names = [names] if isinstance(names, str) else names
-    model = data.reward_model_name_or_path
+    model, names = data.reward_model_name_or_path, listed(data.reward_funcs)
     return [*([model] if model else []), *(named_object(name, "reward_funcs") for name in names)]
 
 # %% ../nbs/89_script.ipynb #eb486cf7
@@ -187,8 +186,7 @@ def target_names(
     "What an adapter is to be put on."
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    given = (adapter.lora_target_modules, adapter.lora_target_parameters)
-    names = [name for one in given for name in ([one] if isinstance(one, str) else one or [])]
+    names = adapter.targets()
     if names == ["all-linear"]:
         return [
             name for name, kind in adapters.adaptable(model).items() if kind in ("attention", "mlp")
@@ -470,8 +468,7 @@ def planned_for(
     packed = next((name for kind, name in packed.items() if kind in kinds), None)
     given = dict(weights=packed or half.get([*kinds.values()][-1], "fp32"), lora_r=0)
     for adapter in getattr(model, "peft_config", {}).values():
-        both = adapter.target_modules, adapter.target_parameters
-        names = [name for one in both for name in ([one] if isinstance(one, str) else one or ())]
+        names = [*listed(adapter.target_modules), *listed(adapter.target_parameters)]
         parts = AdapterSettings(use_peft=True, lora_target_modules=names)
         given |= dict(lora_r=adapter.r, lora_targets=adapted_parts(parts))
     return plan(model.config, card, trainer.config, **given)

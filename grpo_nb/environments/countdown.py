@@ -6,7 +6,7 @@
 __all__ = ['MAX_CHARACTERS', 'MAX_DIGITS', 'WRITTEN', 'PIECE', 'BINDING', 'CARRIED_OUT', 'NotAnExpression', 'tokens', 'carry_out',
            'read_expression', 'Attempt', 'attempt', 'read_attempt', 'countdown_format_reward',
            'countdown_correct_reward', 'countdown_closeness_reward', 'countdown_prompt', 'combine',
-           'countdown_problems', 'reachable_values']
+           'countdown_problems']
 
 # %% ../../nbs/environments/10_countdown.ipynb #59a2487b
 import operator
@@ -278,34 +278,3 @@ def countdown_problems(
         row = {"numbers": numbers, "target": found[0], "use_all": use_all}
         rows.append({"prompt": prompt(*row.values()), **row, "answer": found[1]})
     return rows
-
-# %% ../../nbs/environments/10_countdown.ipynb #6068216c
-def reachable_values(
-    numbers: list[int],  # up to five, or it takes long
-    use_all: bool = False,  # only what uses each of them
-) -> dict[Fraction, str]:  # value -> an expression for it
-    "Every value that can be made of some numbers, found by trying all combinations."
-    found, done = {}, set()
-
-    def go_on(parts):  # (value, expression) of each part
-        key = tuple(sorted(value for value, _ in parts))
-        if key in done:
-            return
-        done.add(key)
-        for value, text in parts if not use_all or len(parts) == 1 else ():
-            found.setdefault(value, text)
-        for i, (a, left) in enumerate(parts):
-            for j, (b, right) in enumerate(parts):
-                if i == j:
-                    continue
-                rest = [part for k, part in enumerate(parts) if k not in (i, j)]
-                made = (
-                    [(a - b, "-")]
-                    + ([(a / b, "/")] if b else [])
-                    + ([(a + b, "+"), (a * b, "*")] if i < j else [])
-                )
-                for value, sign in made:
-                    go_on([*rest, (value, f"({left}{sign}{right})")])
-
-    go_on([(Fraction(number), str(number)) for number in numbers])
-    return found
