@@ -132,6 +132,7 @@ _former = {  # room -> the paths that its modules had in the last release
 _moved = {old: room for room, paths in _former.items() for old in paths.split()}
 _joins = {  # a module -> the paths of those that became parts of it
     "compat.trl": "compat.names",
+    "environments.arithmetic": "environments.countdown",
     "kernels.training_kernels": "kernels.softmax_kernel",
     "model.adapters": "model.lora model.experts_lora",
     "model.fused_layers": "model.fused_dense model.token_slices",

@@ -391,8 +391,6 @@ def underscored(
 LIBRARY = {  # module of grpo_nb.environments -> its reward functions
     "arithmetic": """
         exact_answer_reward correct_number_reward number_found_reward proximity_reward
-    """.split(),
-    "countdown": """
         countdown_format_reward countdown_correct_reward countdown_closeness_reward
     """.split(),
     "gsm8k": """

@@ -28,7 +28,7 @@ import anywidget
 import traitlets
 
 from ..algorithm.advantages import group_advantages
-from ..environments import arithmetic, countdown, email_replies, gsm8k, procedural
+from ..environments import arithmetic, email_replies, gsm8k, procedural
 from ..environments.game2048 import CORNER, StrategyRewards, game2048_problems
 from ..environments.isolated_rewards import IsolatedReward, NotScored, short
 from ..environments.judge import prompt_text
@@ -145,13 +145,13 @@ def countdown_task() -> RewardTask:
     "A number to be reached with others."
     row = {"numbers": [3, 7, 8, 25], "target": 42, "use_all": False}
     functions = [
-        countdown.countdown_format_reward,
-        countdown.countdown_correct_reward,
-        countdown.countdown_closeness_reward,
+        arithmetic.countdown_format_reward,
+        arithmetic.countdown_correct_reward,
+        arithmetic.countdown_closeness_reward,
     ]
     return RewardTask(
         functions,
-        countdown.countdown_prompt(*row.values()),
+        arithmetic.countdown_prompt(*row.values()),
         row,
         {
             "right": r"3 eights are 24, and 18 more are 42: \boxed{8*3+25-7}",

@@ -1,4 +1,4 @@
-"""environments.countdown: the reader against Python's own arithmetic, attacks on it, problems
+"""Countdown: the reader against Python's own arithmetic, attacks on it, problems
 against a solver that tries everything."""
 
 import ast
@@ -10,7 +10,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings, strategies
 
-from grpo_nb.environments.countdown import (
+from grpo_nb.environments.arithmetic import (
     Attempt,
     NotAnExpression,
     attempt,

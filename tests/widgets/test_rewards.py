@@ -18,7 +18,7 @@ import pytest
 from node import run_module
 
 from grpo_nb.algorithm.advantages import group_advantages
-from grpo_nb.environments import arithmetic, countdown, email_replies, gsm8k, procedural
+from grpo_nb.environments import arithmetic, email_replies, gsm8k, procedural
 from grpo_nb.environments.game2048 import CORNER, OnceABatch, StrategyRewards
 from grpo_nb.environments.isolated_rewards import isolated
 from grpo_nb.environments.matmul import MatmulRewards
@@ -120,9 +120,9 @@ RIGHT = {  # function -> (full marks, what the reason says then and only then)
     gsm8k.soft_format_reward_func: (0.5, "all tags are there once"),
     gsm8k.solution_format_reward: (1.0, "all tags are there once"),
     gsm8k.solution_proximity_reward: (1.0, "which is right"),
-    countdown.countdown_format_reward: (1.0, "it keeps the rules"),
-    countdown.countdown_correct_reward: (1.0, "which is right"),
-    countdown.countdown_closeness_reward: (1.0, "which is right"),
+    arithmetic.countdown_format_reward: (1.0, "it keeps the rules"),
+    arithmetic.countdown_correct_reward: (1.0, "which is right"),
+    arithmetic.countdown_closeness_reward: (1.0, "which is right"),
 }
 
 
@@ -149,7 +149,7 @@ def test_what_is_marked_is_what_was_read():
         )
         answer = gsm8k.answer_text(text)
         assert marked(gsm8k.int_reward_func) == ([answer] if answer else [])
-        assert marked(countdown.countdown_format_reward) == (
+        assert marked(arithmetic.countdown_format_reward) == (
             [procedural.stated_answer(text)] if procedural.stated_answer(text) else []
         )
         assert len(marked(gsm8k.xmlcount_reward_func)) == sum(text.count(tag) for tag in gsm8k.TAGS)
@@ -226,7 +226,7 @@ def test_rubric_and_readability():
 
 
 def test_every_reward_function_of_the_library_is_explained():
-    for module in (arithmetic, countdown, email_replies, gsm8k):
+    for module in (arithmetic, email_replies, gsm8k):
         functions = [
             value
             for name, value in vars(module).items()
