@@ -140,6 +140,7 @@ _joins = {  # a module -> the paths of those that became parts of it
     "training.collect": "training.evaluation",
     "training.hub": "training.local_hub",
     "training.policy_model": "training.precision training.reference",
+    "training.reporting": "training.samples",
     "training.trainer_parts": "training.trainer_checks",
     "widgets.masks": "widgets.chunks",
     "widgets.pull": "widgets.advantages widgets.clipping widgets.transcript",

@@ -19,9 +19,15 @@ from grpo_nb.environments.verifiers import Explanation, Program
 from grpo_nb.rollout.turns import DEEPEST, as_call, parse_hermes
 from grpo_nb.training import config
 from grpo_nb.training.report import sample_html
-from grpo_nb.training.reporting import HintWriter, Log, metrics_text, say
+from grpo_nb.training.reporting import (
+    HintWriter,
+    Log,
+    message_text,
+    metrics_text,
+    samples_text,
+    say,
+)
 from grpo_nb.training.rewards import RewardError, score_completions
-from grpo_nb.training.samples import message_text, samples_text
 from grpo_nb.widgets.dashboard import dashboard_html, run_of, samples_table
 from grpo_nb.widgets.pull import transcript_html
 from grpo_nb.widgets.rewards import Judgement, colours_of, highlighted, judgements_table

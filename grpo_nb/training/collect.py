@@ -56,9 +56,15 @@ from grpo_nb.training.prompt_choice import (
     refill_metrics,
     spare_rows,
 )
-from .reporting import Metrics, check_logged, completion_metrics, reward_metrics
+from grpo_nb.training.reporting import (
+    Metrics,
+    check_column,
+    check_logged,
+    completion_metrics,
+    reward_metrics,
+    sample_rows,
+)
 from .rewards import RewardError, reward_names, score_completions
-from .samples import check_column, sample_rows
 from grpo_nb.training.state import (
     Surroundings,
     TrainState,

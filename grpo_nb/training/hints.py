@@ -22,12 +22,14 @@ MIN_RECORDS, MIN_GROUPS = 5, 32
 
 
 class RunHistory:
-    "The numbers that a run has logged, by name: at its start and now."
+    """The numbers that a run has logged, by name: at its start and now; and the hints that they
+    have given."""
 
     def __init__(
         self,
         config: GRPOConfig,  # of the run
-        precision: str | None = None,  # "bf16", "fp16" or "no"; None: as the config says
+        # "bf16", "fp16" or "no", as the run chose it; None: as the config says
+        precision: str | None = None,
         # the token that looks like an end inside completions that were cut, if there is one
         passed_over: Callable[[], str | None] = lambda: None,
         dropout: float = 0.0,  # the largest of the model, on while it trains
@@ -39,6 +41,7 @@ class RunHistory:
         groups = max(completions / config.num_generations, 1)
         self.patience = max(MIN_RECORDS, math.ceil(MIN_GROUPS / groups))  # records
         self.config, self.columns = config, {}
+        self.said: dict[str, str] = {}  # name of a hint that was given -> its sentence
 
     def add(
         self,
@@ -364,19 +367,8 @@ HINTS: dict[str, Callable[[RunHistory], str | None]] = {
 }
 
 
-class Hints:
+class Hints(RunHistory):
     "Checks each record of a run as it is written, and gives the hint for a symptom once."
-
-    def __init__(
-        self,
-        config: GRPOConfig,  # of the run
-        # "bf16", "fp16" or "no", as the run chose it; None: as the config says
-        precision: str | None = None,
-        passed_over: Callable[[], str | None] = lambda: None,  # for `RunHistory`
-        dropout: float = 0.0,  # the largest of the model, on while it trains
-    ):
-        self.history = RunHistory(config, precision, passed_over, dropout)
-        self.said: dict[str, str] = {}  # name of the hint -> its sentence
 
     def look(
         self,
@@ -385,7 +377,7 @@ class Hints:
         "Add a record, and call every hint that has not been given yet."
         if any(name.startswith("eval_") for name in record):
             return []
-        self.history.add(record)
+        self.add(record)
         return self.new(*HINTS)
 
     def new(
@@ -394,18 +386,17 @@ class Hints:
     ) -> list[str]:  # sentences
         "Those of these hints that have become true and were not given yet."
         asked = [name for name in names if name not in self.said]
-        found = {name: said for name in asked if (said := HINTS[name](self.history))}
+        found = {name: said for name in asked if (said := HINTS[name](self))}
         self.said |= found
         return [*found.values()]
 
     def at_end(self) -> list[str]:  # sentences; usually none
         """What a run of fewer records than a symptom has to last shows in all of them; nothing
         where the reward has risen."""
-        history = self.history
-        records = len(history.columns.get("frac_reward_zero_std", []))
-        rewards = history.columns.get("reward", [0.0])
-        risen = rewards[-1] - rewards[0] > history.newest("reward_group_std") / 2
-        if not 0 < records < history.patience or risen:
+        records = len(self.columns.get("frac_reward_zero_std", []))
+        rewards = self.columns.get("reward", [0.0])
+        risen = rewards[-1] - rewards[0] > self.newest("reward_group_std") / 2
+        if not 0 < records < self.patience or risen:
             return []
-        with history.patient_for(records):
+        with self.patient_for(records):
             return self.new("no spread in any group", "nearly all truncated")

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOSS_SETTINGS', 'COMPILED_TOKENS', 'EntropyBonus', 'load_balance_loss', 'own_balance_weight', 'balance_weight',
-           'MicroBatchFitter', 'may_be_cut', 'sum_over_all', 'Window', 'moving_rows', 'timed', 'UpdateParts',
-           'ArrangedUpdate', 'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateGradients', 'UpdateStep',
-           'UpdateEvaluation', 'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
+           'MicroBatchFitter', 'may_be_cut', 'sum_over_all', 'Window', 'moving_rows', 'UpdateParts', 'ArrangedUpdate',
+           'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateGradients', 'UpdateStep', 'UpdateEvaluation',
+           'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
@@ -142,11 +142,10 @@ class MicroBatchFitter:
         reference: Reference | None,
         device: torch.device,
         autocast: torch.dtype | None,  # the format of products; None: that of the weights
-        balance: float = 0.0,  # weight of the balancing loss
-        weights: WholeWeights | None = None,  # how the models' weights are held; None: whole
+        balance: float,  # weight of the balancing loss
+        weights: WholeWeights,  # how the models' weights are held
     ):
-        self.config, self.model, self.device = config, model, device
-        self.weights = weights or WholeWeights()
+        self.config, self.model, self.device, self.weights = config, model, device, weights
         self.models = [m for m in (model, reference and reference.model) if m is not None]
         self.shape = micro_batches.known_shape(model)
         self.slices = micro_batches.slice_sizes(model, config)
@@ -283,22 +282,6 @@ def moving_rows(
     advantages = batch.advantages.view(len(batch), -1)  # (B, 1) or (B, T)
     return (batch.loss_mask & (advantages != 0)).any(1)
 
-# %% ../../nbs/training/12_policy_update.ipynb #2fed4a3f
-def timed(
-    part: str,  # of an update: "train" or "update"
-) -> Callable:  # a decorator of a method of an object with `metrics`
-    "Add the seconds that a method takes to a part of the update."
-
-    def decorate(method):
-        @functools.wraps(method)
-        def measured(self, *args, **kwargs):
-            with self.metrics.timed(part):
-                return method(self, *args, **kwargs)
-
-        return measured
-
-    return decorate
-
 # %% ../../nbs/training/12_policy_update.ipynb #360d25a1
 class UpdateParts:
     "What an update is made of: the parts it owns, and those it is given."
@@ -402,25 +385,25 @@ class ArrangedUpdate(UpdateParts):
 class UpdateLogps(ArrangedUpdate):
     "Computes log-probs, and adds those of other policies to a batch."
 
-    @timed("train")
     def prepare(self, batch: TrainingBatch) -> TrainingBatch:
         "Add log-probs of the policy that sampled and of the reference, where the loss needs them."
-        with evaluating(self.model):  # without dropout, as the completions were drawn
-            if self.corrects or not self.layout.on_policy:
-                batch.old_logps = self.logps_of(self.model, batch)
-            if self.reference:
-                with self.reference.policy(self.model) as reference:
-                    batch.ref_logps = self.logps_of(reference, batch)
-        if self.corrects:
-            batch.rollout_weights = rollout_correction(
-                batch.old_logps,
-                batch.rollout_logps,
-                batch.completion_mask,
-                mode=self.config.vllm_importance_sampling_mode,
-                clip_max=self.config.vllm_importance_sampling_clip_max,
-                clip_min=self.config.vllm_importance_sampling_clip_min,
-            )
-        return batch
+        with self.metrics.timed("train"):
+            with evaluating(self.model):  # without dropout, as the completions were drawn
+                if self.corrects or not self.layout.on_policy:
+                    batch.old_logps = self.logps_of(self.model, batch)
+                if self.reference:
+                    with self.reference.policy(self.model) as reference:
+                        batch.ref_logps = self.logps_of(reference, batch)
+            if self.corrects:
+                batch.rollout_weights = rollout_correction(
+                    batch.old_logps,
+                    batch.rollout_logps,
+                    batch.completion_mask,
+                    mode=self.config.vllm_importance_sampling_mode,
+                    clip_max=self.config.vllm_importance_sampling_clip_max,
+                    clip_min=self.config.vllm_importance_sampling_clip_min,
+                )
+            return batch
 
     def logps_of(self, policy, batch: TrainingBatch) -> torch.Tensor:
         "Log-probs of a whole cycle's completions, a micro-batch at a time, (N, T)."
@@ -562,7 +545,6 @@ class UpdateGradients(UpdateGap):
         "Whether the next micro-batch is the first of an accumulation window."
         return not self.window.micro_batches
 
-    @timed("train")
     def accumulate(
         self,
         batch: TrainingBatch,  # a micro-batch
@@ -570,17 +552,18 @@ class UpdateGradients(UpdateGap):
         first_pass: bool = True,  # True: measure the gap between sampler and trainer
     ) -> None:
         "Add the gradient of one micro-batch, piece by piece, and count it in the window."
-        self.model.train()
-        if self.window_is_empty:
-            steps = self.layout.gradient_accumulation_steps
-            self.window.expect(self.expected_tokens(whole), steps)
-        for part, moves in self.parts(batch):
-            for piece in self.fitter.pieces(part):
-                share = micro_batches.share_of(piece, batch, self.config.loss_type)
-                self.window.begin_piece(self.part_of(piece, batch), share)
-                with self.precision.adapters(self.model), quiet_collector():
-                    self.accumulate_piece(piece, share, first_pass, moves)
-        self.window.close_micro_batch()
+        with self.metrics.timed("train"):
+            self.model.train()
+            if self.window_is_empty:
+                steps = self.layout.gradient_accumulation_steps
+                self.window.expect(self.expected_tokens(whole), steps)
+            for part, moves in self.parts(batch):
+                for piece in self.fitter.pieces(part):
+                    share = micro_batches.share_of(piece, batch, self.config.loss_type)
+                    self.window.begin_piece(self.part_of(piece, batch), share)
+                    with self.precision.adapters(self.model), quiet_collector():
+                        self.accumulate_piece(piece, share, first_pass, moves)
+            self.window.close_micro_batch()
 
     def parts(self, batch: TrainingBatch) -> list[tuple[TrainingBatch, bool]]:
         "The completions that have a gradient, and those that have none and are only measured."
@@ -645,39 +628,39 @@ class UpdateGradients(UpdateGap):
 class UpdateStep(UpdateGradients):
     "Moves the weights."
 
-    @timed("update")
     def step(
         self,
         number: int,  # of this update, the first is 1
     ) -> None:
         "Move the weights by the reduced gradients, divided by what the window really held."
-        factor = self.window.factor(self.config.loss_type, self.layout.gradient_accumulation_steps)
-        norm = self.clip(factor)
-        self.read_rate()
-        if math.isfinite(norm):
-            self.tell("on_pre_optimizer_step")
-            self.precision.scaler.step(self.optimizer)
-            self.tell("on_optimizer_step")
-            if not waits_for_metric(self.schedule):
-                self.schedule.step()
-        self.precision.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.note_step(factor, norm)
-        config = self.config
-        if config.sync_ref_model and number % config.ref_model_sync_steps == 0:
-            self.reference.sync(self.model, config.ref_model_mixup_alpha)
-        self.window = Window(self.device)
+        with self.metrics.timed("update"):
+            config, steps = self.config, self.layout.gradient_accumulation_steps
+            factor = self.window.factor(config.loss_type, steps)
+            norm = self.clip(factor)
+            self.read_rate()
+            if math.isfinite(norm):
+                self.tell("on_pre_optimizer_step")
+                self.precision.scaler.step(self.optimizer)
+                self.tell("on_optimizer_step")
+                if not waits_for_metric(self.schedule):
+                    self.schedule.step()
+            self.precision.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)
+            self.note_step(factor, norm)
+            if config.sync_ref_model and number % config.ref_model_sync_steps == 0:
+                self.reference.sync(self.model, config.ref_model_mixup_alpha)
+            self.window = Window(self.device)
 
-    @timed("update")
     def reduce(self) -> None:
         "Sum the gradients and the window's counts over all processes; no weight moves yet."
-        if self.accelerator.num_processes == 1:
-            return
-        if not self.weights.sharded:  # torch has summed shards
-            for p in self.parameters:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            sum_over_all([p.grad for p in self.parameters], self.accelerator)
-        self.window.reduce(self.accelerator, self.device)
+        with self.metrics.timed("update"):
+            if self.accelerator.num_processes == 1:
+                return
+            if not self.weights.sharded:  # torch has summed shards
+                for p in self.parameters:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                sum_over_all([p.grad for p in self.parameters], self.accelerator)
+            self.window.reduce(self.accelerator, self.device)
 
     def clip(
         self,

@@ -52,8 +52,7 @@ from grpo_nb.training.data import (
 from .hub import open_repository
 from .policy_model import check_model, describe_trainable, load_policy
 from .policy_update import own_balance_weight
-from .reporting import of_updates, say
-from .samples import plain
+from .reporting import of_updates, plain, say
 
 # %% ../../nbs/training/19_trainer.ipynb #d01872ae
 class Framed(trainer_parts.Reporting):

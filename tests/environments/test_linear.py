@@ -35,7 +35,7 @@ from grpo_nb.environments.sandbox import SandboxResult, check_only_stdlib_import
 from grpo_nb.environments.verifiers import Explanation, fenced_blocks
 from grpo_nb.rollout.turns import FORMATS, HERMES, parse_hermes, parse_llama, typed
 from grpo_nb.training.report import sample_html
-from grpo_nb.training.samples import samples_text, several_turns
+from grpo_nb.training.reporting import samples_text, several_turns
 from grpo_nb.widgets.dashboard import samples_table
 from grpo_nb.widgets.rewards import Judgement, group_html
 

@@ -189,7 +189,7 @@ def dropping(tmp_path, model=None, config=None, **changes):
 def test_dropout_is_said_at_the_start(changes, said, tmp_path):
     with pytest.warns(UserWarning, match=f"dropout of 0.1 .*{said}.*disable_dropout=True"):
         trainer = dropping(tmp_path, **changes)
-    assert trainer.hint_writer.hints.history.dropout == 0.1
+    assert trainer.hint_writer.hints.dropout == 0.1
 
 
 def test_dropout_of_an_adapter_is_said(tmp_path):

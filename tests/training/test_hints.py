@@ -587,7 +587,7 @@ def test_at_the_end_of_a_short_run_symptoms_of_all_its_records_are_said_once():
         assert hints.look({"step": step, **bad}) == []
     (found,) = hints.at_end()
     assert "of the last 2 records all completions earned the same" in found
-    assert hints.at_end() == [] and hints.history.patience == 5
+    assert hints.at_end() == [] and hints.patience == 5
     well = Hints(GRPOConfig(**CONFIG))
     well.look({"step": 1, **bad, "frac_reward_zero_std": 0.5})
     assert well.at_end() == []

@@ -10,7 +10,7 @@ from small_runs import one_thread, small_trainer  # noqa: F401
 
 from grpo_nb.cli import main
 from grpo_nb.training.report import by_reward, counted, read_run, report_html, series, write_report
-from grpo_nb.training.samples import several_turns, write_samples
+from grpo_nb.training.reporting import several_turns, write_samples
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)> & \"'"
 

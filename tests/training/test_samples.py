@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from grpo_nb.training.samples import (
+from grpo_nb.training.reporting import (
     check_column,
     first_of_each_prompt,
     plain,
