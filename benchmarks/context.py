@@ -320,7 +320,7 @@ class Limits:
 def t4_training(shape, *given, r=8, targets=("attention",), **more):
     """Roofline estimate of log-probs, loss and gradients on a T4, seconds by part. Nobody ran it
     there."""
-    from grpo_nb.planning.step_time import RATES, training_work
+    from grpo_nb.model.memory_fit import RATES, training_work
 
     by_heads = shape.sinks and "attention" in targets
     work = training_work(shape, *given, r=r, targets=targets, by_heads=by_heads, **more)
@@ -329,7 +329,7 @@ def t4_training(shape, *given, r=8, targets=("attention",), **more):
 
 def t4_drawing(*given):
     "Roofline estimate of reading prompts and drawing on a T4, seconds."
-    from grpo_nb.planning.step_time import RATES, drawing_work
+    from grpo_nb.model.memory_fit import RATES, drawing_work
 
     return sum(RATES["T4"].seconds(*work) for work in drawing_work(*given).values())
 

@@ -137,6 +137,7 @@ _joins = {  # a module -> the paths of those that became parts of it
     "model.adapters": "model.lora model.experts_lora",
     "model.fused_layers": "model.fused_dense model.token_slices",
     "model.limits": "model.kernel_choice model.families model.files",
+    "model.memory_fit": "planning.step_time",
     "training.collect": "training.evaluation",
     "training.hub": "training.local_hub",
     "training.policy_model": "training.precision training.reference",

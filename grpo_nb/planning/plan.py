@@ -34,6 +34,7 @@ from grpo_nb.model.memory_fit import (
     ALL,
     CARDS,
     PARTS,
+    RATES,
     UNTIL_CUT,
     VLLM_SHARE,
     Card,
@@ -45,9 +46,9 @@ from grpo_nb.model.memory_fit import (
     served_together,
     serving,
     split_context,
+    step_seconds,
     usual_prompt,
 )
-from .step_time import RATES, step_seconds
 from ..training.config import GRPOConfig
 
 # %% ../../nbs/planning/01_plan.ipynb #0d592e31

@@ -9,8 +9,8 @@ import pandas as pd
 import pytest
 
 from grpo_nb.model.memory_bytes import MODELS, lora_parameters, weight_bytes
+from grpo_nb.model.memory_fit import RATES, drawing_work, pairs, training_work
 from grpo_nb.planning.plan import describe, plan, standard
-from grpo_nb.planning.step_time import RATES, drawing_work, pairs, training_work
 
 ROOT, T4 = Path(__file__).parents[2], RATES["T4"]
 
