@@ -339,7 +339,7 @@ class Step:
     ):
         from grpo_nb.model.offload import HostStore, offload_layers
         from grpo_nb.training.config import GRPOConfig
-        from grpo_nb.training.micro_batches import known_shape, residual_bytes, slice_sizes
+        from grpo_nb.training.micro_batches import ModelPieces
         from grpo_nb.training.policy_model import Precision, checkpoint_layers, frozen_dtype
 
         self.model, self.way, self.optimizer = model.train(), way, optimizer
@@ -348,12 +348,11 @@ class Step:
             gradient_checkpointing=True,
             logit_chunk_multiplier=logit_chunk_multiplier,
         )
-        self.shape, self.sizes = known_shape(model), slice_sizes(model, self.config)
         self.trained = [p for p in model.parameters() if p.requires_grad]
         self.settings = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
         device = next(p.device for p in model.parameters() if p.requires_grad)
         self.precision = precision or Precision(GRPOConfig(), device, frozen_dtype(model))
-        self.residual = residual_bytes(model, self.precision.dtype)
+        self.pieces = ModelPieces(model, self.config, self.precision.dtype)
         checkpoint_layers(model, {"use_reentrant": False})
         self.store = (store or HostStore()) if offload else None
         self.switch = offload_layers(model, store=self.store) if offload else None
@@ -391,18 +390,8 @@ class Step:
         "Let experts or MLPs work on as many tokens at a time as the trainer lets them."
         from grpo_nb.model.fused_layers import slice_layers, slice_tokens_of
         from grpo_nb.model.memory_fit import free_memory
-        from grpo_nb.training.micro_batches import choose_pieces
 
-        tokens = choose_pieces(
-            self.model,
-            batch,
-            self.config,
-            free_memory(batch.prompt_ids.device),
-            self.shape,
-            self.sizes,
-            self.residual,
-            most=1,
-        )[1]
+        tokens = self.pieces.choose(batch, free_memory(batch.prompt_ids.device), most=1)[1]
         if tokens != slice_tokens_of(self.model):
             slice_layers(self.model, tokens)
 

@@ -38,8 +38,8 @@ from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import is_large, quiet_collector, record_layers
 from ..rollout.engine import evaluating
-from . import micro_batches
 from .config import GRPOConfig
+from .micro_batches import ModelPieces, share_of, split
 from grpo_nb.training.optimizer import (
     Inspector,
     check_like,
@@ -131,7 +131,7 @@ def balance_weight(
     return (own or 0.0) if asked is None else asked
 
 # %% ../../nbs/training/12_policy_update.ipynb #e1a29d37
-class MicroBatchFitter:
+class MicroBatchFitter(ModelPieces):
     """Cuts a micro-batch into the fewest pieces that fit, and sets the token slices of the policy,
     and of a reference that is a model of its own, so that they do."""
 
@@ -145,11 +145,9 @@ class MicroBatchFitter:
         balance: float,  # weight of the balancing loss
         weights: WholeWeights,  # how the models' weights are held
     ):
-        self.config, self.model, self.device, self.weights = config, model, device, weights
+        super().__init__(model, config, autocast)
+        self.device, self.weights = device, weights
         self.models = [m for m in (model, reference and reference.model) if m is not None]
-        self.shape = micro_batches.known_shape(model)
-        self.slices = micro_batches.slice_sizes(model, config)
-        self.residual = micro_batches.residual_bytes(model, autocast)
         self.cuts = may_be_cut(config, balance)
         self.count = 1  # of the last batch's pieces in the process that had the most
         self.recorded = None  # the policy's layers, where short ones are recorded
@@ -167,12 +165,10 @@ class MicroBatchFitter:
     def pieces(self, batch: TrainingBatch) -> list[TrainingBatch]:
         "The micro-batch in pieces: as `mini_batch` says, or as few as fit into free memory."
         free = free_memory(self.device) - self.weights.spare_bytes
-        known = self.shape, self.slices, self.residual, len(batch) if self.cuts else 1
-        choose = micro_batches.choose_pieces
-        count, tokens = choose(self.model, batch, self.config, free, *known)
+        count, tokens = self.choose(batch, free, None if self.cuts else 1)
         self.slice(tokens)
         self.count = self.weights.agreed(count)
-        return micro_batches.split(batch, self.count)
+        return split(batch, self.count)
 
     def slice(
         self,
@@ -559,7 +555,7 @@ class UpdateGradients(UpdateGap):
                 self.window.expect(self.expected_tokens(whole), steps)
             for part, moves in self.parts(batch):
                 for piece in self.fitter.pieces(part):
-                    share = micro_batches.share_of(piece, batch, self.config.loss_type)
+                    share = share_of(piece, batch, self.config.loss_type)
                     self.window.begin_piece(self.part_of(piece, batch), share)
                     with self.precision.adapters(self.model), quiet_collector():
                         self.accumulate_piece(piece, share, first_pass, moves)
@@ -726,7 +722,7 @@ class UpdateEvaluation(UpdateStep):
             with evaluating(self.model):
                 for piece in self.pieces(self.model, batch):
                     logps, entropies, balance = self.with_balance(piece)
-                    share = micro_batches.share_of(piece, batch, self.config.loss_type)
+                    share = share_of(piece, batch, self.config.loss_type)
                     self.window.begin_piece(self.part_of(piece, batch), share)
                     mask = piece.loss_mask
                     chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None

@@ -23,6 +23,7 @@ from grpo_nb.model.masks import Mask
 from grpo_nb.model.memory_bytes import MODELS
 from grpo_nb.model.memory_fit import Step
 from grpo_nb.training import micro_batches
+from grpo_nb.training.config import GRPOConfig
 
 CARDS = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]
 LENGTHS = [64, 127, 128, 2048, 4095, 4096, 65_536]
@@ -67,6 +68,13 @@ def model():
     return made.bfloat16()
 
 
+def of_pieces(model, length):
+    "The kernel of a piece of one completion, as the micro-batch chooser reckons it."
+    pieces = micro_batches.ModelPieces(model, GRPOConfig())
+    pieces.shape = OSS
+    return pieces.kernel(1, length)
+
+
 @pytest.mark.parametrize("capability", CARDS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_three_callers_give_one_answer(card, model, capability, length):
@@ -77,7 +85,7 @@ def test_three_callers_give_one_answer(card, model, capability, length):
     answers = {
         "attention": choose_backend(*tensors(length))[0],
         "planner": step.kernel,
-        "micro-batches": micro_batches.piece_kernel(model, OSS, 1, length),
+        "micro-batches": of_pieces(model, length),
     }
     assert len(set(answers.values())) == 1, answers
 
@@ -90,7 +98,7 @@ def test_a_kernel_that_was_asked_for_is_taken(card, model, monkeypatch, capabili
     card(capability)
     monkeypatch.setattr(model.config, "_attn_implementation", name)
     kernel = TRANSFORMERS_NAMES[name]
-    assert micro_batches.piece_kernel(model, OSS, 1, 8192) == kernel and kernel in BACKENDS
+    assert of_pieces(model, 8192) == kernel and kernel in BACKENDS
     if kernel in ("triton", "flex", "flash") and is_old(capability):
         with pytest.raises(ValueError, match="compute capability"):
             Step(OSS, capability, attention=name)

@@ -26,7 +26,7 @@ from grpo_nb.model.pictures import SIGHTS, pixels_of, with_pictures
 from grpo_nb.planning.plan import describe, plan
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.training.data import prompt_token_ids
-from grpo_nb.training.micro_batches import known_shape, piece_bytes, seen_bytes
+from grpo_nb.training.micro_batches import ModelPieces
 from grpo_nb.training.policy_logprobs import TrainingBatch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -335,21 +335,23 @@ def test_a_piece_counts_its_pictures(kind):
     batch = TrainingBatch(
         *pad_left(prompts), ids, mask, mask, torch.zeros(4), pixels=pixels_of(prompts)
     )
-    shape = known_shape(model)
+    pieces = ModelPieces(model, grpo_nb.GRPOConfig(report_to="none"))
+    shape = pieces.shape
     tokens = list(prompts[0]).count(model.config.image_token_id)
     for p in model.parameters():
         p.requires_grad = False
     each = picture_bytes(shape, 4 * tokens, 4)
-    assert seen_bytes(model, shape, batch, 4, True) == each
+    assert pieces.seen_bytes(batch, 4) == each
     model.set_attn_implementation({"text_config": "sink"})
-    assert seen_bytes(model, shape, batch, 4, True) == picture_bytes(shape, 2 * tokens, 4)
+    assert pieces.seen_bytes(batch, 4) == picture_bytes(shape, 2 * tokens, 4)
     for p in model.parameters():
         p.requires_grad = True
-    kept, most = seen_bytes(model, shape, batch, 4, False)
-    assert (kept, most) == picture_bytes(shape, 2 * tokens, 4, True, False) and kept
     config = grpo_nb.GRPOConfig(gradient_checkpointing=False, report_to="none")
+    pieces = ModelPieces(model, config)
+    kept, most = pieces.seen_bytes(batch, 4)
+    assert (kept, most) == picture_bytes(shape, 2 * tokens, 4, True, False) and kept
     blind = replace(batch, pixels=None)
-    both = [piece_bytes(model, shape, one, config, 4, None) for one in (batch, blind)]
+    both = [pieces.bytes(one) for one in (batch, blind)]
     assert both[0] == max(both[1] + kept, most)
 
 

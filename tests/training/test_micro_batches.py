@@ -13,14 +13,7 @@ from grpo_nb.model.fused_layers import can_go_by_heads, fuse_layers
 from grpo_nb.model.masks import Mask
 from grpo_nb.model.memory_bytes import GiB
 from grpo_nb.training.config import GRPOConfig
-from grpo_nb.training.micro_batches import (
-    LARGE,
-    SMALL,
-    choose_pieces,
-    known_shape,
-    piece_bytes,
-    slice_sizes,
-)
+from grpo_nb.training.micro_batches import LARGE, SMALL, ModelPieces
 from grpo_nb.training.policy_logprobs import TrainingBatch, completion_logps, reads_a_row
 from grpo_nb.training.policy_model import checkpoint_layers
 
@@ -124,7 +117,7 @@ def test_a_row_takes_what_is_predicted(
         per_device_train_batch_size=max(2, len(batch)),
         logit_chunk_multiplier=16,
     )
-    predicted = piece_bytes(model, known_shape(model), batch, config, 4, None)
+    predicted = ModelPieces(model, config).bytes(batch)
     assert reads_a_row(model) and can_go_by_heads(model) == by_heads
     with LiveBytes(
         *model.parameters(), *model.buffers(), *(x for x in vars(batch).values() if x is not None)
@@ -211,12 +204,6 @@ def large():
     return model
 
 
-def need(model, count, tokens, batch, config):
-    return piece_bytes(
-        model, known_shape(model), batch.rows(slice(0, len(batch) // count)), config, 2, tokens
-    )
-
-
 @pytest.mark.parametrize("length", [256, 1024, 4096])
 def test_room_is_left_for_gaps_and_for_what_is_unknown(large, length):
     "A tenth of what is free and 128 MiB; of less than 1.28 GiB a fifth."
@@ -224,13 +211,15 @@ def test_room_is_left_for_gaps_and_for_what_is_unknown(large, length):
         group(512, [length] * 8),
         GRPOConfig(num_generations=8, per_device_train_batch_size=8, offload_activations=True),
     )
-    slices = slice_sizes(large, config)
-    assert slices == (LARGE, SMALL)
+    pieces = ModelPieces(large, config)
+    pieces.residual = 2  # as where an adapter trains
+    assert pieces.slices == (LARGE, SMALL)
     for count in (1, 2, 4):
-        least = min(need(large, count, tokens, batch, config) for tokens in LARGE)
+        part = batch.rows(slice(0, len(batch) // count))
+        least = min(pieces.bytes(part, tokens) for tokens in LARGE)
 
         def chosen(free):
-            return choose_pieces(large, batch, config, free, known_shape(large), slices, residual=2)
+            return pieces.choose(batch, free)
 
         free = least / 0.8 if least <= 0.8 * 1.28 * GiB else (least + 128 * MiB) / 0.9
         assert chosen(int(free) + 1000)[0] <= count < chosen(int(free) - MiB)[0]
