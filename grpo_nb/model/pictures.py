@@ -31,31 +31,33 @@ from .tiny import tiny_tokenizer
 class SeenPrompt(list):
     "The token ids of a prompt with pictures in it, and the tensors that the pictures are."
 
-    # for a server, which reads the prompt itself: the conversation, variables of the template, and
-    # the placeholder
+    # for a server that reads the prompt itself: the conversation, and variables of the template
     messages: Sequence[Mapping] | None = None
     variables: Mapping[str, Any] | None = None
-    place: int | None = None
 
     def __init__(
         self,
         ids: Sequence[int],  # each placeholder as often as the model has vectors for it
         pixels: dict[str, torch.Tensor],  # by the names under which the model takes them
+        pictures: Sequence = (),  # themselves, for a server that reads them
+        place: int | None = None,  # the placeholder
     ):
         super().__init__(ids)
-        self.pixels = pixels
+        self.pixels, self.pictures, self.place = pixels, pictures, place
 
     def going_on(
         self,
         ids: Sequence[int],  # that follow it
-        later: Sequence[Mapping[str, torch.Tensor]],  # of each reply with pictures among them
+        later: Sequence["SeenPrompt"],  # the replies with pictures among them
     ) -> "SeenPrompt":
         "The prompt with what came behind it, and the pictures of both."
-        held = [one for one in (self.pixels, *later) if one]
-        pixels = held[0] if len(held) == 1 else {}
-        if len(held) > 1:
-            pixels = joined(held, Sight(tuple(dict.fromkeys(n for one in held for n in one))))
-        return SeenPrompt([*self, *ids], pixels)
+        parts = [one for one in (self, *later) if one.pixels]
+        pixels = parts[0].pixels if len(parts) == 1 else {}
+        if len(parts) > 1:
+            names = dict.fromkeys(name for one in parts for name in one.pixels)
+            pixels = joined([one.pixels for one in parts], Sight(tuple(names)))
+        pictures = [picture for one in parts for picture in one.pictures]
+        return SeenPrompt([*self, *ids], pixels, pictures, parts[0].place if parts else None)
 
 
 def pixels_of(
@@ -571,9 +573,8 @@ def read_written(
     )
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", *USED_HERE)
     pixels = {name: value for name, value in made.items() if name not in of_text}
-    seen = SeenPrompt(made["input_ids"][0].tolist(), pixels)
-    seen.place = processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor))
-    return seen
+    place = processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor))
+    return SeenPrompt(made["input_ids"][0].tolist(), pixels, pictures, place)
 
 
 def placeholder_of(processor: Any) -> str:

@@ -569,7 +569,7 @@ def suffix_ids(
             "answered: take the tokenizer of a model that was trained with tools, or set a "
             "template that writes calls and messages with the role 'tool'"
         )
-    return SeenPrompt(suffix, getattr(ids, "pixels", {}))
+    return SeenPrompt([], {}).going_on(suffix, [ids] if places_of(replies) else [])
 
 # %% ../../nbs/rollout/18_turns.ipynb #feddd8a8
 def tool_schemas(
@@ -816,7 +816,7 @@ class Transcript:
     logps: list[float | None] = field(default_factory=list)  # None for tokens that nobody drew
     written: list[bool] = field(default_factory=list)  # by the policy
     messages: list[dict] = field(default_factory=list)
-    pixels: list[dict] = field(default_factory=list)  # of the pictures in each reply that has some
+    shown: list[SeenPrompt] = field(default_factory=list)  # the replies with pictures among them
     pending: list[dict] = field(default_factory=list)  # calls of the last turn, not yet run
     calls: int = 0
     errors: list[str] = field(default_factory=list)  # that calls were answered with
@@ -836,10 +836,9 @@ class Transcript:
 
     def so_far(self) -> list[int]:  # a `SeenPrompt` where there are pictures
         "All tokens, the prompt first."
-        seen = getattr(self.prompt, "pixels", {})
-        if not seen and not self.pixels:
-            return [*self.prompt, *self.ids]
-        return SeenPrompt(self.prompt, seen).going_on(self.ids, self.pixels)
+        seen = self.prompt if hasattr(self.prompt, "pixels") else SeenPrompt(self.prompt, {})
+        whole = seen.going_on(self.ids, self.shown)
+        return whole if whole.pixels else [*whole]
 
     def add(
         self,
@@ -918,15 +917,14 @@ class TurnReplies:
         if self.processor is None and places_of(replies):
             raise ValueError(
                 f"a tool answered with a picture ({', '.join(one['name'] for one in replies)}), "
-                "and nobody reads pictures in this run: take a model that sees (Qwen3-VL, Gemma 3, "
-                "SmolVLM, ...), pass processing_class=AutoProcessor.from_pretrained(...), and "
-                "annotate the tool `-> list`, not as one that returns a text or a number"
+                "and nobody reads pictures here: take a model that sees (Qwen3-VL, Gemma 3, ...) "
+                "with its processor as processing_class, and annotate the tool `-> list`"
             )
         suffix = suffix_ids(replies, self.tokenizer, self.variables, self.processor)
         room = max_tokens - len(row.ids) - len(suffix)
         if room >= 0:
             row.add(suffix)
-            row.pixels += [suffix.pixels] if suffix.pixels else []
+            row.shown += [suffix] if suffix.pixels else []
             row.messages, row.reason = row.messages + replies, "length"
         return max(room, 0)
 
@@ -1041,7 +1039,7 @@ class TurnDraws(TurnCalls):
             rollout.survivors, rollout.log_mass = joined(ids, -1), joined(log_mass, 0.0)
         told = {name: of(name) for name in ("messages", "calls", "failures", "late")}
         empty = SeenPrompt([], {})
-        told["reply_pixels"] = [empty.going_on([], row.pixels).pixels or None for row in rows]
+        told["reply_pixels"] = [empty.going_on([], row.shown).pixels or None for row in rows]
         return TurnRollout(**vars(rollout), **told)
 
 # %% ../../nbs/rollout/18_turns.ipynb #e226be3e

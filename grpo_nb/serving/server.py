@@ -40,6 +40,8 @@ from grpo_nb.serving.addresses import (
 )
 from grpo_nb.serving.vllm_requests import (
     addressed,
+    rendering,
+    with_features,
     choices_of,
     has_few_survivors,
     most_tokens,
@@ -102,7 +104,9 @@ class ServerLooks:
         if status in PASSING:
             return None, f"{status}: {reason_of(answer)}"
         if status != 200:
-            raise ServerError(f"{address.url} refuses a request ({refusal(status, answer)})")
+            more = ". Pictures and token ids together need vLLM's --enable-scale-out"
+            more = more if status == 404 and "pictures" in body else ""
+            raise ServerError(f"{address.url} refuses a request ({refusal(status, answer)}){more}")
         try:
             return choices_of(answer, body), "it broke off"
         except (ServerError, KeyError, TypeError) as error:
@@ -214,12 +218,23 @@ class ServerAttempts(ServerChecks):
         "Ask a server for completions; one that was away, or restarted, gets the adapters first."
         if not address.ready:
             self.bring_up_to_date(address)
-        status, answer = address.ask(*addressed(body), together=together)
+        status, answer = self.asked(address, body, together)
         if status == 404 and body["model"] != self.base:  # restarted, and nobody has noticed
             address.ready = False
             self.bring_up_to_date(address)
-            status, answer = address.ask(*addressed(body), together=together)
+            status, answer = self.asked(address, body, together)
         return status, answer
+
+    def asked(
+        self, address: Address, body: dict[str, Any], together: Together
+    ) -> tuple[int, Any]:  # status, and the answer; ServerError
+        "Ask for completions; pictures beside token ids are read first."
+        if "pictures" in body:
+            status, answer = address.ask(*rendering(body), together=together)
+            if status != 200:
+                return status, answer
+            body = with_features(body, answer)
+        return address.ask(*addressed(body), together=together)
 
     def attempt(
         self, address: Address, body: dict[str, Any], together: Together

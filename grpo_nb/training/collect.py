@@ -226,8 +226,8 @@ class SourceDraws(SourceSees):
         row, shown = rows[0], self.tools_shown()
         if not shown:
             return self.prompts_of([row], [0])[0][0]
-        variables = self.variables_of([row])[0] | shown
-        return prompt_token_ids(with_pictures(row), self.processor, variables)
+        shown |= self.variables_of([row])[0]
+        return prompt_token_ids(with_pictures(row), self.processor, shown)
 
     def draw(
         self,

@@ -2,13 +2,15 @@
 
 import base64
 import io
+import json
 
 import peft
 import pytest
 import torch
 from PIL import Image
-from seeing_models import asked, dots, seeing
+from seeing_models import asked, dots, seeing, with_tools
 from serving.test_server import sampler_of
+from training.test_tools_that_show import Calls, bare
 
 from grpo_nb import GRPOConfig, GRPOTrainer
 from grpo_nb.model.pictures import SeenPrompt, WrittenPrompt, with_pictures
@@ -44,23 +46,25 @@ class Sees(StandIn):
         params = stand_in.sampling_of({n: asked[n] for n in SETTINGS if n in asked}, ())
         with self.lock, self.adapters.using(self.adapter_of(asked)) as model:
             rollout, _ = self.draw(model, [prompt], params, {})
-        return {"object": "chat.completion", "prompt_token_ids": list(prompt)} | {
-            "choices": [
-                {
-                    "index": row,
-                    "finish_reason": reason,
-                    "message": {"role": "assistant", "content": ""},
-                    "token_ids": rollout.completion_ids[row][rollout.mask[row]].tolist(),
-                    "logprobs": {
-                        "content": [
-                            {"token": "?", "logprob": x, "top_logprobs": []}
-                            for x in rollout.logps[row][rollout.mask[row]].tolist()
-                        ]
-                    },
-                }
-                for row, reason in enumerate(rollout.finish_reasons)
-            ]
-        }
+        told = {"object": "chat.completion", "prompt_token_ids": list(prompt)}
+        message = {"role": "assistant", "content": ""}
+        return told | {"choices": [{**one, "message": message} for one in self.choices(rollout)]}
+
+    def choices(self, rollout):
+        return [
+            {
+                "index": row,
+                "finish_reason": reason,
+                "token_ids": rollout.completion_ids[row][rollout.mask[row]].tolist(),
+                "logprobs": {
+                    "content": [
+                        {"token": "?", "logprob": x, "top_logprobs": []}
+                        for x in rollout.logps[row][rollout.mask[row]].tolist()
+                    ]
+                },
+            }
+            for row, reason in enumerate(rollout.finish_reasons)
+        ]
 
     def prompt_of(self, asked):
         processor, pictures = seeing(KIND)[1], []
@@ -78,6 +82,39 @@ class Sees(StandIn):
         )
         read = processor(text=[made], images=[pictures], return_tensors="pt")
         return SeenPrompt(read["input_ids"][0].tolist(), {"pixel_values": read["pixel_values"]})
+
+    def render(self, asked):
+        "As vLLM's renderer: token ids, and of each picture a hash, its place and its tensors."
+        assert asked.keys() == {"model", "messages"}
+        self.adapter_of(asked)
+        told = dict(add_generation_prompt=True, continue_final_message=False)
+        prompt = self.prompt_of({**asked, **told, "chat_template_kwargs": {}})
+        marks = [self.tokenizer.convert_tokens_to_ids(f"<{x}_of_image>") for x in ("start", "end")]
+        starts, ends = ([i for i, x in enumerate(prompt) if x == mark] for mark in marks)
+        data = [json.dumps(one.tolist()) for one in prompt.pixels["pixel_values"]]
+        places = [{"offset": a, "length": b + 1 - a} for a, b in zip(starts, ends)]
+        features = {"mm_hashes": {"image": [str(hash(one)) for one in data]}}
+        features |= {"mm_placeholders": {"image": places}, "kwargs_data": {"image": data}}
+        return {"request_id": "?", "token_ids": [*prompt], "features": features}
+
+    def generate(self, asked):
+        "As vLLM: what stands at the places of pictures is not looked at, but counted."
+        if "features" not in asked:
+            return super().generate(asked)
+        ids, seen = asked["token_ids"], asked["features"]
+        place = self.adapters.model.config.image_token_id
+        for one in seen["mm_placeholders"]["image"]:
+            piece = ids[one["offset"] :][: one["length"]]
+            assert len(piece) == 6 and piece.count(place) == 4
+        assert len(seen["kwargs_data"]["image"]) * 4 == ids.count(place)
+        pixels = torch.tensor([json.loads(one) for one in seen["kwargs_data"]["image"]])
+        params = asked["sampling_params"]
+        assert params.keys() <= {*SETTINGS, *TOLD, "output_kind"}
+        params = stand_in.sampling_of({n: params[n] for n in SETTINGS if n in params}, ())
+        with self.lock, self.adapters.using(self.adapter_of(asked)) as model:
+            prompt = SeenPrompt(ids, {"pixel_values": pixels})
+            rollout, _ = self.draw(model, [prompt], params, {})
+        return {"request_id": "?", "choices": self.choices(rollout)}
 
 
 class SeesOthers(Sees):
@@ -97,7 +134,8 @@ class ReadsOtherwise(Sees):
 
 @pytest.fixture
 def chats(monkeypatch):
-    monkeypatch.setattr(stand_in, "POST", [*stand_in.POST, "/v1/chat/completions"])
+    more = ["/v1/chat/completions", "/v1/chat/completions/render"]
+    monkeypatch.setattr(stand_in, "POST", [*stand_in.POST, *more])
 
 
 ADAPTER = peft.LoraConfig(
@@ -125,9 +163,6 @@ def test_completions_and_log_probs_are_those_of_the_engine(chats, tmp_path):
         sampler = sampler_of(url, tmp_path, stop_token_ids=(257,))
         sampler.publish(model, 0)
         drawn = sampler.generate([*prompts, [65, 66]], params)
-        with pytest.raises(ValueError, match="give the rows as messages"):
-            text = WrittenPrompt("<start_of_image>?", [dots(1)])
-            sampler.generate([prompt_token_ids(text, processor)], params)
     wanted = RolloutEngine(model, processor.tokenizer).generate([*prompts, [65, 66]], params)
     assert torch.equal(drawn.completion_ids, wanted.completion_ids)
     torch.testing.assert_close(drawn.logps, wanted.logps, rtol=0, atol=1e-5)
@@ -144,8 +179,35 @@ def test_another_reading_of_the_conversation_is_a_sentence(chats, tmp_path):
             sampler.generate([prompt], SamplingParams(max_tokens=2))
 
 
-def run_on(folder, kind):
+def test_token_ids_with_pictures_between_them(chats, tmp_path, monkeypatch):
+    "A prompt that is written, and one that goes on behind a reply with pictures."
+    model, processor = adapted()
+    text = WrittenPrompt("<start_of_image>a<start_of_image>?", [dots(1), dots(3)])
+    written, other = (prompt_token_ids(one, processor) for one in (text, with_pictures(ROWS[1])))
+    later = SeenPrompt([65], {}).going_on([66, *other, 67, *written], [other, written])
+    assert len(later.pixels["pixel_values"]) == len(later.pictures) == 3
+    params = SamplingParams(temperature=0, max_tokens=5, stop_token_ids=(257, later.place))
+    with server_of(tmp_path) as url:
+        sampler = sampler_of(url, tmp_path)
+        sampler.publish(model, 0)
+        drawn = sampler.generate([written, later], params)
+        monkeypatch.setattr(
+            Sees, "render", lambda self, asked: {"token_ids": [1], "features": None}
+        )
+        with pytest.raises(ValueError, match="reads pictures as other tokens"):
+            sampler.generate([later], params)
+        monkeypatch.setattr(stand_in, "POST", stand_in.POST[:-1])
+        with pytest.raises(ServerError, match="need vLLM's --enable-scale-out"):
+            sampler.generate([later], params)
+    wanted = RolloutEngine(model, processor.tokenizer).generate([written, later], params)
+    assert torch.equal(drawn.completion_ids, wanted.completion_ids)
+    torch.testing.assert_close(drawn.logps, wanted.logps, rtol=0, atol=1e-5)
+
+
+def run_on(folder, kind, tools=None):
     model, processor = seeing(KIND)
+    if tools:
+        with_tools(processor)
     with server_of(folder, kind) as url:
         config = GRPOConfig(
             output_dir=str(folder / "out"),
@@ -156,7 +218,8 @@ def run_on(folder, kind):
             max_steps=2,
             per_device_train_batch_size=4,
             num_generations=4,
-            max_completion_length=4,
+            max_completion_length=60 if tools else 4,
+            generation_kwargs={"eos_token_id": [*range(0, 256, 2)]} if tools else None,
             learning_rate=1e-2,
             logging_steps=1,
             save_strategy="no",
@@ -166,12 +229,15 @@ def run_on(folder, kind):
         )
         trainer = GRPOTrainer(
             model,
-            lambda completions, **columns: [-len(one[0]["content"]) for one in completions],
+            lambda completion_ids, **columns: [float(sum(ids) % 7) for ids in completion_ids],
             config,
             ROWS,
             processing_class=processor,
             peft_config=peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]),
+            tools=tools,
         )
+        if tools:
+            trainer.source.sampler.parser = Calls(processor.tokenizer, ["bare"])
         trainer.train()
     return [one for one in trainer.log_history if "reward" in one]
 
@@ -182,3 +248,11 @@ def test_a_run_on_a_server_that_sees_and_its_guard(chats, tmp_path):
     assert all(one["guard/gap_mean"] < 1e-4 for one in records) and records[-1]["grad_norm"] > 0
     with pytest.raises(SamplerMismatch):
         run_on(tmp_path / "wrong", SeesOthers)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_with_tools_that_show_on_a_server(chats, tmp_path):
+    records = run_on(tmp_path, Sees, [bare])
+    assert all(one["sampling/gap_max"] < 1e-4 for one in records)
+    assert records[-1]["tools/call_frequency"] > 1 and records[-1]["grad_norm"] > 0
+    assert all(one["guard/gap_mean"] < 1e-4 for one in records)

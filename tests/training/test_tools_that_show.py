@@ -65,7 +65,7 @@ def say(word: str) -> str:
 TOOLS = [draw, both, bare, say]
 ROWS = [asked(dots(1), text="draw"), asked(text="both"), asked(dots(2, width=32), text="none")]
 ROWS += [asked(text="say")]
-CALLS = {  # what is asked -> the calls of each turn, and the last turn
+TURNS = {  # what is asked -> the calls of each turn, and the last turn
     "draw": [
         [as_call("draw", {"count": 2, "words": "look"})],
         [as_call("bare", {"count": 1})],
@@ -96,8 +96,8 @@ class Recites:
         return drawn_elsewhere(given, len(prompts), params.stop_token_ids)
 
     def next_of(self, text):
-        name = next(name for name in CALLS if f"{name}<|end|>" in text)
-        turn = CALLS[name][text.count("<|start|>a:") - 1]
+        name = next(name for name in TURNS if f"{name}<|end|>" in text)
+        turn = TURNS[name][text.count("<|start|>a:") - 1]
         whole = self.tokenizer.apply_chat_template(
             [as_message("", turn) if isinstance(turn, list) else as_message(turn)], tokenize=False
         )
@@ -178,7 +178,7 @@ def test_tokens_log_probs_and_gradients_are_those_of_the_whole_conversation(kind
             torch.testing.assert_close(mine, other, rtol=10 * rtol, atol=1e-5)
 
 
-class Any:
+class Calls:
     "A parser for which each of the first two turns is a call, whatever its tokens are."
 
     def __init__(self, tokenizer, names=("draw", "both", "bare")):
@@ -210,7 +210,7 @@ def run_of(kind, folder, rows=ROWS, model=None, tools=TOOLS, **changes):
         processing_class=processor,
         tools=tools,
     )
-    trainer.source.sampler.parser = Any(tokenizer)
+    trainer.source.sampler.parser = Calls(tokenizer)
     return trainer
 
 
@@ -411,7 +411,7 @@ def test_an_environment_shows_itself(tmp_path):
         processing_class=processor,
         environment_factory=Board,
     )
-    trainer.source.sampler.parser = Any(tokenizer, ["more"])
+    trainer.source.sampler.parser = Calls(tokenizer, ["more"])
     seen = []
     trainer.guard.check = lambda batch, state: seen.append(batch)
     trainer.train()
