@@ -40,15 +40,15 @@ from grpo_nb.serving.addresses import (
 )
 from grpo_nb.serving.vllm_requests import (
     addressed,
-    rendering,
-    with_features,
     choices_of,
     has_few_survivors,
     most_tokens,
+    rendering,
     request_body,
     request_seeds,
     rollout_of,
     scored,
+    with_features,
 )
 
 # %% ../../nbs/serving/01_server.ipynb #6cb69737

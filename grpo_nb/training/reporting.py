@@ -301,7 +301,7 @@ def plain(value: Any) -> Any:
 
 
 # of the table, beside rewards
-OF_SAMPLES = ("step", "prompt", "completion", "turns", "pictures", "advantage")
+OF_SAMPLES = ("step", "prompt", "completion", "turns", "pictures", "reply_pictures", "advantage")
 
 
 def check_column(
@@ -335,12 +335,13 @@ def sample_rows(
     advantages: torch.Tensor,  # (N,)
     # what reward functions gave to log_extra, N values a name
     extra: dict[str, list] | None = None,
-    pictures: bool = True,  # with small copies of the prompts'
+    pictures: bool = True,  # with small copies of the prompts', and of those that tools showed
     # {"step", "prompt", "completion", "rewards": {name: number or None}, "advantage", "extra",
-    # "turns"}, and "pictures" where there are some
+    # "turns"}, and "pictures" and "reply_pictures" where there are some
 ) -> list[dict[str, Any]]:
     "One dict for each completion of a cycle: prompt, text, rewards and advantage."
     seen = []  # of each completion, as JSON
+    shown = thumbnails if pictures else lambda completion: []
     for i, row in enumerate(rows):
         again = i and equal(row["prompt"], rows[i - 1]["prompt"])
         small = thumbnails(row["prompt"]) if pictures and not again else []
@@ -355,6 +356,7 @@ def sample_rows(
             "extra": {name: plain(values[i]) for name, values in (extra or {}).items()},
             "turns": several_turns(completion),
             **({"pictures": seen[i]} if seen[i] != "[]" else {}),
+            **({"reply_pictures": json.dumps(own)} if (own := shown(completion)) else {}),
         }
         for i, (row, completion, its, advantage) in enumerate(
             zip(rows, completions, scores.tolist(), advantages.tolist())
@@ -417,7 +419,7 @@ def table_of(samples: Sequence[dict]) -> "pyarrow.Table":
     for part in ("rewards", "extra"):
         for name in samples[0][part]:
             table[name] = [sample[part].get(name) for sample in samples]
-    for name in ("turns", "pictures"):
+    for name in ("turns", "pictures", "reply_pictures"):
         if any(sample.get(name) for sample in samples):
             table[name] = [sample.get(name) for sample in samples]
     table["advantage"] = [sample["advantage"] for sample in samples]
