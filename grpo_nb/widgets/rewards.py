@@ -16,7 +16,6 @@ import inspect
 import itertools
 import json
 import math
-import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -28,11 +27,12 @@ import anywidget
 import traitlets
 
 from ..algorithm.advantages import group_advantages
-from ..environments import arithmetic, email_replies, gsm8k, procedural
+from ..environments import arithmetic, gsm8k, procedural
 from ..environments.game2048 import CORNER, StrategyRewards, game2048_problems
 from ..environments.isolated_rewards import IsolatedReward, NotScored, short
 from ..environments.judge import prompt_text
 from ..environments.matmul import NAIVE, MatmulRewards, matmul_problems
+from ..environments.rubric import Rubric
 from ..environments.sandbox import SandboxPool
 from ..environments.verifiers import Explanation
 from grpo_nb.training.rewards import (
@@ -166,22 +166,34 @@ def countdown_task() -> RewardTask:
 
 # %% ../../nbs/widgets/09_rewards.ipynb #b350ad51
 def email_task() -> RewardTask:
-    "A mail to answer."
-    problem = email_replies.reply_problem(1234, random.Random(3))
-    reply, name = problem["reply"], problem["recipient"]
-    row = {column: value for column, value in problem.items() if column != "prompt"}
+    "A mail to answer; small checks that are one reward together."
+
+    def greets(text, recipient):
+        return text.split("\n")[0].count(recipient) == 1
+
+    def says(text, fact):
+        return any(fact in line and len(line) > 2 * len(fact) for line in text.split("\n"))
+
+    def signs(text, shop):
+        return text.rstrip().endswith(shop)
+
+    criteria = {"greets by name": (greets, 1.0), "says the fact": (says, 2.0)}
+    criteria |= {"signs": (signs, 1.0), "is too long": (lambda text: len(text) > 200, -1.0)}
+    fact, reply = "5 working days", "Dear {},\nyour refund will reach you within {}.\nLinden Bikes"
+    honest = reply.format("Ann", fact)
     return RewardTask(
-        email_replies.EMAIL_REWARDS,
-        problem["prompt"],
-        row,
+        Rubric(criteria, "reply"),
+        f"Answer for Linden Bikes, where refunds take {fact}: When will I see my money? Ann",
+        {"recipient": "Ann", "fact": fact, "shop": "Linden Bikes"},
         {
-            "as wanted": reply,
-            "in other words": reply.replace("Thank you for your mail. ", ""),
-            "to somebody else": reply.replace(name, "Bob"),
-            "cut off": reply[: len(reply) // 2],
-            "sly: keywords alone": f"Dear {name},\n{' '.join(problem['keywords'])}\n"
-            + "\n".join(problem["signature"]),
-            "too long": reply.replace("Thank you", "Thank you very, very much" + " indeed" * 60),
+            "as wanted": honest,
+            "to somebody else": reply.format("Bob", fact),
+            "wrong": reply.format("Ann", "5 hours"),
+            "cut off": honest[: len(honest) // 2],
+            "sly: names and facts alone": f"Ann\n{fact}\nLinden Bikes",
+            "too long": honest.replace(
+                "your refund", "your refund, " + "truly, " * 30 + "your refund"
+            ),
         },
     )
 

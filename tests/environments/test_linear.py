@@ -19,7 +19,6 @@ from random import Random
 import pytest
 
 import grpo_nb.environments as environments
-from grpo_nb.environments.email_replies import reply_problems
 from grpo_nb.environments.game2048 import StrategyRewards
 from grpo_nb.environments.gsm8k import xmlcount_reward_func
 from grpo_nb.environments.judge import Judge, judge_messages
@@ -55,7 +54,7 @@ ELSEWHERE = {"supervisor", "isolated_rewards"}
 # read by math-verify, which is another's library, in a process of its own with a deadline
 ISOLATED = {"procedural.math_points", "procedural.procedural_reward"}
 
-ROW = reply_problems(1)[0] | {
+ROW = {
     "answer": "46",
     "numbers": [2, 3, 5, 7],
     "target": 10,
