@@ -256,12 +256,8 @@ REASONS = [  # (kind, reason, tests)
         [
             "test_prepare_input_called_with_correct_data",
             "test_train_with_mask_truncated_completions",
+            "test_train_with_tools_multimodal_response",
         ],
-    ),
-    (
-        "fixture",
-        "the chat template built here knows no tools; and a tool here answers with text alone",
-        ["test_train_with_tools_multimodal_response"],
     ),
     (
         "fixture",

@@ -311,7 +311,7 @@ class Seeing(Given):
         "The tokenizer, or the processor where the data has pictures or a tool may show some."
         sees, kinds = self.sees, getattr(self.environments, "kinds", {}).values()
         answers = [*self.tools, *(kind.reset for kind in kinds)]
-        may = any(map(may_show, answers)) and has_tower(model)
+        may = bool(answers) and has_tower(model) and any(map(may_show, answers))
         if may and not sees and not processing_class:
             with suppress(ImportError, OSError, ValueError):  # else it reads texts alone
                 processing_class = processor_of(model)

@@ -344,6 +344,8 @@ def test_a_piece_counts_its_pictures(kind):
     assert pieces.seen_bytes(batch, 4) == each
     model.set_attn_implementation({"text_config": "sink"})
     assert pieces.seen_bytes(batch, 4) == picture_bytes(shape, 2 * tokens, 4)
+    replies = replace(batch, pixels=None, reply_pixels=[*batch.pixels[:3], None])
+    assert pieces.seen_bytes(replies, 4) == picture_bytes(shape, 3 * tokens, 4), "each its own"
     for p in model.parameters():
         p.requires_grad = True
     config = grpo_nb.GRPOConfig(gradient_checkpointing=False, report_to="none")

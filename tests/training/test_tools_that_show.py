@@ -10,6 +10,7 @@ from training.test_seeing import batch_in, config_of, records_of
 
 from grpo_nb import GRPOTrainer, SamplingParams
 from grpo_nb.model.pictures import SIGHTS, pixels_of, with_pictures
+from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout.rollout import pad_left
 from grpo_nb.rollout.sampler import drawn_elsewhere
 from grpo_nb.rollout.turns import TurnSampler, as_call, as_message, content_of
@@ -81,7 +82,6 @@ class Recites:
     "A sampler that draws the next of the turns above."
 
     takes_token_ids = True
-    publish = close = None
 
     def __init__(self, tokenizer, always=None):
         self.tokenizer, self.always = tokenizer, always
@@ -94,6 +94,12 @@ class Recites:
             prompt_ids=prompts, completion_ids=ids, logprobs=[[-1.0] * len(i) for i in ids]
         )
         return drawn_elsewhere(given, len(prompts), params.stop_token_ids)
+
+    def publish(self, model, version):
+        pass
+
+    def close(self):
+        pass
 
     def next_of(self, text):
         name = next(name for name in TURNS if f"{name}<|end|>" in text)
@@ -419,3 +425,75 @@ def test_an_environment_shows_itself(tmp_path):
     assert {*counts} == {1, 2}, "with the picture of the row, if it has one"
     assert max(one["sampling/gap_max"] for one in records_of(trainer)) < 1e-4
     assert records_of(trainer)[0]["reward"] > 1 and any(seen[0].reply_pixels)
+
+
+def test_trl_s_script_of_a_tool_that_shows(tmp_path):
+    """What TRL asserts in test_train_with_tools_multimodal_response of its tests/
+    test_grpo_trainer.py, where a script stands in place of `generate`."""
+    model, processor = seeing("qwen3_5")
+    tokenizer = with_tools(processor).tokenizer
+
+    class Script(Recites):
+        def generate(self, prompts, params):
+            self.texts = (
+                [CALL % ("bare", '"count": 1') + "<|end|>", "I know no tool<|end|>"]
+                if len(prompts) == 2
+                else ["Done!<|end|>"]
+            )
+            return super().generate(prompts, params)
+
+        def next_of(self, text):
+            return self.texts.pop(0)
+
+    trainer = GRPOTrainer(
+        model,
+        lambda completions, **columns: [float(len(one)) for one in completions],
+        config_of(
+            tmp_path,
+            learning_rate=0.1,
+            max_steps=4,
+            guard_every=0,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=200,
+        ),
+        [{"prompt": [{"role": "user", "content": "look"}]}] * 4,
+        processing_class=processor,
+        tools=[bare],
+    )
+    before = weights_of(trainer.model)
+    trainer.source.sampler.sampler = Script(tokenizer)
+    trainer.train()
+    record = records_of(trainer)[-1]
+    assert record["tools/call_frequency"] == 0.5 and record["tools/failure_frequency"] == 0
+    after = weights_of(trainer.model)
+    assert not [name for name in before if before[name].equal(after[name])]
+
+
+def nothing(completions, **columns):
+    return [0.0] * len(completions)
+
+
+def test_a_model_by_name_brings_its_processor_where_a_tool_may_show(tmp_path):
+    model, processor = seeing("idefics3")
+    for one in (model, with_tools(processor)):
+        one.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": [{"role": "user", "content": "look"}]}] * 4
+    found = {}
+    for tool in (draw, bare, say):
+        trainer = GRPOTrainer(
+            str(tmp_path / "model"), nothing, config_of(tmp_path), rows, tools=[tool]
+        )
+        found[tool.__name__] = trainer.processing_class, trainer.sees
+    assert found["draw"][1] and found["bare"][1] and not found["say"][1]
+    assert hasattr(found["bare"][0], "image_processor")
+    assert not hasattr(found["say"][0], "image_processor")
+    trainer = GRPOTrainer(
+        tiny_gpt_oss()[0],
+        nothing,
+        config_of(tmp_path),
+        rows,
+        processing_class=processor.tokenizer,
+        tools=[bare],
+    )
+    assert not trainer.sees, "a model of texts"
