@@ -17,6 +17,7 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
         --scale, --beta, --rate   what may cure the collapse
         --server URL --staleness N   completions from a vLLM or `grpo-nb serve`
+        --save N, --resume checkpoints, and on from the newest (`two_cards_lost.sh`)
     torchrun --nproc-per-node 2 benchmarks/gsm8k.py ... run
         the same completions in all, shared by two cards
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR judge --adapter FOLDER --name trl_0
@@ -251,7 +252,8 @@ def settings(arguments, out):
         use_cpu=not torch.cuda.is_available(),
         bf16=torch.cuda.is_available(),
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps" if arguments.save else "no",
+        save_steps=arguments.save or 500,
         gradient_checkpointing=arguments.checkpointing,
         seed=arguments.seed,
         report_to="none",
@@ -408,7 +410,7 @@ def run(arguments):
     if arguments.supervised:
         record["losses"] = [round(x, 4) for x in imitate(trainer, arguments)]
     else:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=arguments.resume)
         record["log"] = [row for row in trainer.log_history if "reward" in row]
         record["completions"] = kept.rows
     record["seconds"] = round(time.perf_counter() - began, 1)
@@ -734,6 +736,8 @@ def main():
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--server", help="address of a vLLM or `grpo-nb serve` that draws")
     parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--save", type=int, default=0, help="updates between checkpoints; 0: none")
+    parser.add_argument("--resume", action="store_true", help="from the newest checkpoint")
     parser.add_argument("--adapter", type=Path, help="judge, samples: a folder in PEFT's layout")
     parser.add_argument("--fp8", choices=("row", "block"), help="the base in float8")
     parser.add_argument("--four-bit", action="store_true", help="the base in NF4")

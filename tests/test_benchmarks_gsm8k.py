@@ -58,7 +58,7 @@ def test_the_recipe_has_the_settings_of_the_stored_runs(seed):
     from grpo_nb.recipe import read_recipe
 
     stored = json.loads((FOLDER / f"results/gsm8k/right_{seed}.json").read_text())["arguments"]
-    later = dict(beta=0.0, scale="group", rate=None, server=None, staleness=0)  # options since
+    later = dict(beta=0.0, scale="group", rate=None, server=None, staleness=0, save=0)  # since
     run = gsm8k.settings(argparse.Namespace(**later | stored), "out")
     path = FOLDER.parent / "recipes/qwen_coder_gsm8k.yaml"
     recipe = read_recipe(path, {"seed": str(seed)})
