@@ -37,7 +37,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from .adapters import low_rank_adapters, read_lora
 from .limits import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
-from .mxfp4 import BLOCK, dequantize, e2m1_values, has_float64, quantize
+from .mxfp4 import BLOCK, dequantize, has_float64, quantize
 from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of
 from grpo_nb.model.stored_weights import (
     DTYPES,
@@ -551,17 +551,6 @@ class RoundingLoss:
         return row
 
 # %% ../../nbs/model/26_export.ipynb #beaa2c71
-def _codes_nearest(x, scales, magnitudes):
-    "Blocks (rows, cols / 32, 16) of the codes nearest to x (rows, cols) for given scales."
-    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
-    scaled = torch.ldexp(x.unflatten(-1, (-1, BLOCK)), 127 - scales.int()[..., None])
-    codes = (
-        torch.bucketize(scaled.abs(), middles, out_int32=True).to(torch.uint8)
-        | scaled.signbit().to(torch.uint8) << 3
-    )
-    return codes[..., ::2] | codes[..., 1::2] << 4
-
-
 def _block_errors(x, blocks, scales):
     "The sum of squared errors of each block of 32, (rows, cols / 32)."
     error = (dequantize(blocks, scales, torch.float32) - x).double()
@@ -576,12 +565,12 @@ def quantize_closely(
     higher. Weights that are on the grid stay there."""
     if not has_float64(weight.device):
         return tuple(x.to(weight.device) for x in quantize_closely(weight.cpu()))
-    magnitudes, parts = e2m1_values(weight.device)[:8].float(), []
+    parts = []
     for x in weight.split(1024):
         x = x.float().contiguous()
         blocks, scales = quantize(x)
         higher = (scales + 1).clamp(max=254)
-        others = _codes_nearest(x, higher, magnitudes)
+        others, _ = quantize(x, scales=higher)
         better = _block_errors(x, others, higher) < _block_errors(x, blocks, scales)
         parts.append(
             (torch.where(better[..., None], others, blocks), torch.where(better, higher, scales))
