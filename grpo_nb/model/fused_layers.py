@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SILU', 'FUSED', 'PARTS', 'LEAN', 'fused_norm', 'rotate_reference', 'kernels_for', 'rotate', 'FusedLoraLinears',
-           'has_hooks', 'plain_lora', 'project', 'RecomputedSum', 'RotatedAttention', 'FusedAttention',
-           'adapters_are_fused', 'can_go_by_heads', 'with_parent', 'fuse_layers', 'DenseNorm', 'DenseMLP',
-           'DenseAttention', 'fuse_dense_layers', 'SlicedMLP', 'dense_mlps', 'slice_mlps', 'experts_in_slices',
-           'slice_tokens_of', 'slice_layers']
+           'has_hooks', 'plain_lora', 'project', 'RecomputedSum', 'RotatedAttention', 'AttentionByHeads',
+           'FusedAttention', 'adapters_are_fused', 'can_go_by_heads', 'with_parent', 'fuse_layers', 'DenseNorm',
+           'DenseMLP', 'DenseAttention', 'fuse_dense_layers', 'SlicedMLP', 'dense_mlps', 'slice_mlps',
+           'experts_in_slices', 'slice_tokens_of', 'slice_layers']
 
 # %% ../../nbs/model/13_fused_layers.ipynb #8132c78c
 import functools
@@ -259,7 +259,7 @@ def _heads_output(x, begin, end, layer, found, factors, attend):
     )
     return y.view(*x.shape[:-1], -1)
 
-# %% ../../nbs/model/13_fused_layers.ipynb #d6492154
+# %% ../../nbs/model/13_fused_layers.ipynb #6aab3dec
 class RotatedAttention:
     "What lies between the products of fused attention layers."
 
@@ -282,38 +282,9 @@ def _cache_of(past_key_values, cache, kwargs):
     "(the cache, what it is told besides keys and values), as this version of transformers does."
     return (past_key_values, {}) if cache is None else (cache, {"kwargs": kwargs})
 
-
-class FusedAttention(RotatedAttention):
-    "The forward pass of a gpt-oss attention layer, fused; a parent class put before its own."
-
-    def forward(
-        self,
-        hidden_states,
-        position_embeddings,
-        attention_mask=None,
-        past_key_values=None,
-        cache=None,  # its name from transformers 5.24 on
-        **kwargs,
-    ):
-        cache = _cache_of(past_key_values, cache, kwargs)
-        given = position_embeddings, attention_mask, cache, kwargs
-        attend = functools.partial(self.attend_heads, *given)
-        linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
-        dtype, found = _plain_loras(hidden_states, linears)
-        step = self.heads_at_a_time(hidden_states, dtype)
-        by_heads = found and step < self.config.num_key_value_heads
-        if by_heads and cache[0] is None and not self.sinks.requires_grad:
-            return self.by_heads(hidden_states.to(dtype), found, step, attend), None
-        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        if found:
-            three = _fused_linears(hidden_states.to(dtype), found[:3])
-        else:
-            three = project(hidden_states, *linears[:3])
-        out, weights = attend(*(x.view(shape) for x in three))
-        out = out.reshape(*shape[:-2], -1)
-        if found:
-            return _fused_linears(out.to(dtype), found[3:])[0], weights
-        return project(out, self.o_proj)[0], weights
+# %% ../../nbs/model/13_fused_layers.ipynb #49e8196e
+class AttentionByHeads(RotatedAttention):
+    "A gpt-oss attention layer as a sum over its key heads."
 
     def heads_at_a_time(self, hidden_states, dtype):
         "How many key heads the attention function works on at once."
@@ -346,6 +317,39 @@ class FusedAttention(RotatedAttention):
 
         factors = (factor for linear in found for factor in linear[2:4])
         return RecomputedSum.apply(term, len(starts), x, *factors)
+
+# %% ../../nbs/model/13_fused_layers.ipynb #6fff1440
+class FusedAttention(AttentionByHeads):
+    "The forward pass of a gpt-oss attention layer, fused; a parent class put before its own."
+
+    def forward(
+        self,
+        hidden_states,
+        position_embeddings,
+        attention_mask=None,
+        past_key_values=None,
+        cache=None,  # its name from transformers 5.24 on
+        **kwargs,
+    ):
+        cache = _cache_of(past_key_values, cache, kwargs)
+        given = position_embeddings, attention_mask, cache, kwargs
+        attend = functools.partial(self.attend_heads, *given)
+        linears = self.q_proj, self.k_proj, self.v_proj, self.o_proj
+        dtype, found = _plain_loras(hidden_states, linears)
+        step = self.heads_at_a_time(hidden_states, dtype)
+        by_heads = found and step < self.config.num_key_value_heads
+        if by_heads and cache[0] is None and not self.sinks.requires_grad:
+            return self.by_heads(hidden_states.to(dtype), found, step, attend), None
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        if found:
+            three = _fused_linears(hidden_states.to(dtype), found[:3])
+        else:
+            three = project(hidden_states, *linears[:3])
+        out, weights = attend(*(x.view(shape) for x in three))
+        out = out.reshape(*shape[:-2], -1)
+        if found:
+            return _fused_linears(out.to(dtype), found[3:])[0], weights
+        return project(out, self.o_proj)[0], weights
 
 # %% ../../nbs/model/13_fused_layers.ipynb #f7da69a1
 def _has_plain_lora(layer):

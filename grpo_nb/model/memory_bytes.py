@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['GiB', 'MODELS', 'RECURRENT', 'FORMATS', 'STATES', 'OWN_FORMAT', 'IN_PLACE', 'TARGETS', 'QUERIES', 'SINK_KEY',
-           'SINK_KEY_REPEATED', 'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'Tower', 'ModelShape', 'numbers_in',
+           'SINK_KEY_REPEATED', 'PEFT_SUMS', 'NORM_ROWS', 'BUFFERS', 'Tower', 'ModelSizes', 'ModelShape', 'numbers_in',
            'scaling_border', 'why_no_longer', 'longest_sequence', 'check_config', 'read_shape', 'numbers_in_class',
            'released_shape', 'weight_bits', 'weight_bytes', 'state_bytes', 'update_bytes', 'trained_tensors',
            'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept',
@@ -62,9 +62,9 @@ class Tower:
         turned = self.hidden * (30 - 4 * self.gated + 4 * element) * self.joined
         return max(wide * element, turned)
 
-# %% ../../nbs/model/21_memory_bytes.ipynb #0b678f68
+# %% ../../nbs/model/21_memory_bytes.ipynb #e08b7631
 @dataclass(frozen=True)
-class ModelShape:
+class ModelSizes:
     "The sizes of a model that its memory depends on; the letters are those of the formulas."
 
     name: str
@@ -105,6 +105,10 @@ class ModelShape:
                     f"{name} of {self.name} is {value!r}, and it is a count: give a "
                     "whole number of at least 1"
                 )
+
+# %% ../../nbs/model/21_memory_bytes.ipynb #2d4fc4de
+class ModelShape(ModelSizes):
+    "The sizes of a model, and the tensors that they make."
 
     @property
     def tensors(self) -> dict[str, list[tuple[int, int, int]]]:

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
-           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes', 'Step',
-           'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held',
+           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes', 'StepSizes',
+           'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held',
            'read_whole', 'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training', 'casts',
            'with_gradients', 'all_gradients', 'hidden_on_host', 'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest',
            'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'split_context',
@@ -157,14 +157,14 @@ PARTS = {  # part -> its label in tables
     "context": "CUDA, libraries, gaps",
 }
 
-# %% ../../nbs/model/22_memory_fit.ipynb #8f6bb702
+# %% ../../nbs/model/22_memory_fit.ipynb #cdeb1d21
 # the trainer draws with its engine; the others are what it is compared with
 SAMPLERS = ("engine", "vllm", "vllm_sleep", "server")
 ALL = 2**40  # tokens of a slice: more than any batch has, so all are computed at once
 
 
 @dataclass(frozen=True)
-class Step:
+class StepSizes:
     "Everything that a GRPO step's memory depends on, as plain numbers."
 
     shape: ModelShape
@@ -209,6 +209,11 @@ class Step:
     implementation: str = "ours"  # or "transformers": all logits, experts by autograd
     shards: int = 1  # cards that share the weights, gradients and moments out (FSDP2)
     keep_gathered: bool = False  # all layers are whole until the backward pass is through them
+
+# %% ../../nbs/model/22_memory_fit.ipynb #886aec4f
+@dataclass(frozen=True)
+class Step(StepSizes):
+    "A step whose sizes go together, and what follows from them."
 
     def __post_init__(self):
         check_counts(self)

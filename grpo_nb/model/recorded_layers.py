@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['LARGE', 'MOST_SHAPES', 'MOST_PADDING', 'SEEN_SHAPES', 'STALE_CALLS', 'SPARE_BYTES', 'CannotRecord', 'signature',
-           'static_copy', 'refill', 'Room', 'spread_room', 'padded', 'layer_state', 'check_layer', 'Graphs',
-           'waiting_is_an_error', 'quiet_collector', 'InputShape', 'fresh_leaves', 'RecordedLayer', 'PlayedLayer',
-           'is_large', 'RecordedRoom', 'RecordedShapes', 'RecordedLayers', 'record_layers']
+           'static_copy', 'refill', 'Room', 'spread_shape', 'spread_room', 'spread_out', 'padded', 'layer_state',
+           'check_layer', 'Graphs', 'waiting_is_an_error', 'quiet_collector', 'InputShape', 'fresh_leaves',
+           'RecordedLayer', 'PlayedLayer', 'is_large', 'RecordedRoom', 'RecordedShapes', 'RecordedLayers',
+           'record_layers']
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #c5557bf2
 import dataclasses
@@ -99,7 +100,7 @@ def refill(
                 refill(getattr(static, f.name), getattr(source, f.name))
         _refill_derived(static, source)
 
-# %% ../../nbs/model/19_recorded_layers.ipynb #748de73e
+# %% ../../nbs/model/19_recorded_layers.ipynb #d4c6b30c
 @dataclasses.dataclass(frozen=True)
 class Room:
     "Longer rows, and where the tokens lie in them."
@@ -125,14 +126,47 @@ class Room:
         found = x[:, self.at]
         return found.clone() if isinstance(self.at, slice) else found
 
+# %% ../../nbs/model/19_recorded_layers.ipynb #66dceeca
+def spread_shape(
+    sharing: Sharing,
+    multiple: int,  # of tokens; prompts are padded to an eighth of it, completions to a quarter
+) -> tuple[int, int, int, int]:
+    """U, P, B, T of rectangles that few lengths share: prompts are padded to an eighth of
+    `multiple`, completions to a quarter."""
+    (U, P, B, T), least, steps = sharing.shape, max(1, multiple // 8), max(1, multiple // 4)
+    return U, -(-P // least) * least, B, -(-T // steps) * steps
+
 
 def spread_room(
     sharing: Sharing,
     multiple: int,  # of tokens
 ) -> Room:
-    "Where the tokens of shared prompts and completions lie in their two rectangles."
-    U, P, B, T = sharing.spread_out(multiple).shape
-    return Room(U * P + B * T, sharing.spread_places(multiple))
+    "Where the tokens of shared prompts and completions lie in the row of `spread_out`."
+    (_, P, _, T), (U, wide, B, long) = sharing.shape, spread_shape(sharing, multiple)
+    prompts = sharing.prompt_places // P * wide + sharing.prompt_places % P + wide - P
+    completions = sharing.completion_places // T * long + sharing.completion_places % T
+    return Room(U * wide + B * long, torch.cat([prompts, U * wide + completions]))
+
+
+def spread_out(
+    sharing: Sharing,
+    multiple: int,  # of tokens
+) -> Sharing:
+    """The row with all padding of its rectangles, and some more: its tensors have the same shapes
+    for many batches."""
+    U, P, B, T = shape = spread_shape(sharing, multiple)
+    prompts, completions = (torch.arange(n, device=sharing.ids.device) for n in (U * P, B * T))
+    return dataclasses.replace(
+        sharing,
+        ids=sharing.ids[:, :0],
+        positions=sharing.positions[:, :0],
+        prompts=U * P,
+        prompt_places=prompts,
+        completion_places=completions,
+        pad_lens=sharing.pad_lens + P - sharing.shape[1],
+        shape=shape,
+        padded=True,
+    )
 
 
 def padded(
@@ -143,7 +177,7 @@ def padded(
 ) -> Any:  # CannotRecord for what may be more than a mask or positions
     "What a layer is given, for longer rows."
     if isinstance(x, Sharing):
-        return x.spread_out(multiple)
+        return spread_out(x, multiple)
     if isinstance(x, Mask) and x.q_len == x.kv_len:
         return dataclasses.replace(x, q_len=room.tokens, kv_len=room.tokens)
     if isinstance(x, tuple):

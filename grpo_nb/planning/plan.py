@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CONFIGURED', 'FIRST_PORT', 'Switch', 'NO_SETTING', 'DTYPES', 'LEAST_SAVING', 'LEAST_CONTEXT', 'completions_drawn',
-           'Setup', 'lengths_of', 'config_of', 'setup_of', 'Plan', 'crossing', 'plan_of', 'plan', 'standard',
-           'describe', 'server_urls', 'server_lines', 'launch_line', 'one_at_a_time', 'switches', 'as_settings',
-           'in_words', 'Advice', 'switches_for', 'advise', 'larger_card', 'fitting', 'advice_text']
+           'SetupFields', 'SetupStep', 'Setup', 'lengths_of', 'config_of', 'setup_of', 'Plan', 'crossing', 'plan_of',
+           'plan', 'standard', 'describe', 'server_urls', 'server_lines', 'launch_line', 'one_at_a_time', 'switches',
+           'as_settings', 'in_words', 'Advice', 'switches_for', 'advise', 'larger_card', 'fitting', 'advice_text']
 
 # %% ../../nbs/planning/01_plan.ipynb #33802729
 import copy
@@ -85,9 +85,9 @@ def completions_drawn(
         )
     return drawn // cards
 
-# %% ../../nbs/planning/01_plan.ipynb #d7733d24
+# %% ../../nbs/planning/01_plan.ipynb #a072df70
 @dataclass(frozen=True)
-class Setup:
+class SetupFields:
     "A configuration, with model, card, prompt length and the way the model is loaded."
 
     model: ModelShape
@@ -111,27 +111,41 @@ class Setup:
     attention: str = "auto"  # a kernel's name for choose_kernel
     implementation: str = "ours"  # or "transformers"
 
-    def __post_init__(self):
-        self.check_shares()
-        _ = self.step  # its constructor checks all values
-        if self.samplers and not self.served():
-            raise ValueError(
-                f"a {self.card.name} does not hold {self.model.name} under vLLM and one completion "
-                f"of {self.step.context:,} tokens: take a larger card, or a shorter context"
-            )
+    def changed(
+        self,
+        **changes,  # fields of this class, and settings of GRPOConfig
+    ) -> "Setup":
+        "The same setup with some fields changed, or settings of GRPOConfig."
+        own = {f.name for f in fields(self)}
+        config = copy.copy(self.config)
+        for name in changes.keys() - own:
+            setattr(config, name, changes[name])
+        return replace(self, **{"config": config, **{k: v for k, v in changes.items() if k in own}})
 
-    def check_shares(self) -> None:  # ValueError
-        "Refuse shares of a single card, and an optimizer that has not torch's way with them."
-        if self.config.fsdp and self.cards == 1:
-            raise ValueError(
-                f"fsdp={self.config.fsdp!r} leaves each of several cards a share of the weights, "
-                "and one card would hold all of them: plan for several (--cards 8), or leave it out"
-            )
-        if self.config.fsdp and "bit" in self.config.optim:
-            raise ValueError(
-                f"optim={self.config.optim!r} is not known to work on shares of the weights "
-                "(fsdp): take adamw_torch"
-            )
+    def settings(self) -> dict:  # name -> value
+        "All fields and the settings that memory depends on, in one dictionary."
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
+        return own | {name: getattr(self.config, name) for name in CONFIGURED}
+
+    def differences(self, other: "Setup") -> dict:  # setting -> its value here
+        "The settings in which this setup differs from another."
+        theirs = other.settings()
+        return {name: value for name, value in self.settings().items() if value != theirs[name]}
+
+    def to_dict(self) -> dict:  # ready for json.dumps
+        "All fields; of the configuration, only the settings that memory depends on."
+        config = {name: getattr(self.config, name) for name in CONFIGURED}
+        config["generation_batch_size"] = completions_drawn(self.config, self.cards) * self.cards
+        return {
+            **{f.name: getattr(self, f.name) for f in fields(self)},
+            "model": asdict(self.model),
+            "card": asdict(self.card),
+            "config": config,
+        }
+
+# %% ../../nbs/planning/01_plan.ipynb #4be44675
+class SetupStep(SetupFields):
+    "A setup as plain numbers, for the functions of memory_fit."
 
     @property
     def keeps_gathered(self) -> bool:
@@ -145,20 +159,6 @@ class Setup:
         "Whether what reads pictures trains: as named, or with all weights as in TRL."
         parts = self.config.train_parts or (() if self.lora_r else ("tower",))
         return bool(self.picture_tokens and self.model.tower) and "tower" in parts
-
-    @property
-    def adapters(self) -> int:
-        "Versions of the adapter that a vLLM holds at once."
-        return self.config.max_staleness + 2
-
-    def on_vllm(self) -> dict[str, int]:  # part -> bytes
-        "What vLLM does with its share of a card."
-        share = VLLM_SHARE if self.sampler == "server" else self.vllm_share
-        return serving(self.step, share * self.card.room, self.adapters)
-
-    def served(self) -> int:
-        "How many completions a vLLM draws at once."
-        return served_together(self.step, self.on_vllm()["kv"])
 
     @property
     def step(self) -> Step:
@@ -193,37 +193,46 @@ class Setup:
             },
         )
 
-    def changed(
-        self,
-        **changes,  # fields of this class, and settings of GRPOConfig
-    ) -> "Setup":
-        "The same setup with some fields changed, or settings of GRPOConfig."
-        own = {f.name for f in fields(self)}
-        config = copy.copy(self.config)
-        for name in changes.keys() - own:
-            setattr(config, name, changes[name])
-        return replace(self, **{"config": config, **{k: v for k, v in changes.items() if k in own}})
+# %% ../../nbs/planning/01_plan.ipynb #64b42938
+@dataclass(frozen=True)
+class Setup(SetupStep):
+    "A setup whose values go together, and what vLLM does with its cards."
 
-    def settings(self) -> dict:  # name -> value
-        "All fields and the settings that memory depends on, in one dictionary."
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "config"}
-        return own | {name: getattr(self.config, name) for name in CONFIGURED}
+    def __post_init__(self):
+        self.check_shares()
+        _ = self.step  # its constructor checks all values
+        if self.samplers and not self.served():
+            raise ValueError(
+                f"a {self.card.name} does not hold {self.model.name} under vLLM and one completion "
+                f"of {self.step.context:,} tokens: take a larger card, or a shorter context"
+            )
 
-    def differences(self, other: "Setup") -> dict:  # setting -> its value here
-        "The settings in which this setup differs from another."
-        theirs = other.settings()
-        return {name: value for name, value in self.settings().items() if value != theirs[name]}
+    def check_shares(self) -> None:  # ValueError
+        "Refuse shares of a single card, and an optimizer that has not torch's way with them."
+        if self.config.fsdp and self.cards == 1:
+            raise ValueError(
+                f"fsdp={self.config.fsdp!r} leaves each of several cards a share of the weights, "
+                "and one card would hold all of them: plan for several (--cards 8), or leave it out"
+            )
+        if self.config.fsdp and "bit" in self.config.optim:
+            raise ValueError(
+                f"optim={self.config.optim!r} is not known to work on shares of the weights "
+                "(fsdp): take adamw_torch"
+            )
 
-    def to_dict(self) -> dict:  # ready for json.dumps
-        "All fields; of the configuration, only the settings that memory depends on."
-        config = {name: getattr(self.config, name) for name in CONFIGURED}
-        config["generation_batch_size"] = completions_drawn(self.config, self.cards) * self.cards
-        return {
-            **{f.name: getattr(self, f.name) for f in fields(self)},
-            "model": asdict(self.model),
-            "card": asdict(self.card),
-            "config": config,
-        }
+    @property
+    def adapters(self) -> int:
+        "Versions of the adapter that a vLLM holds at once."
+        return self.config.max_staleness + 2
+
+    def on_vllm(self) -> dict[str, int]:  # part -> bytes
+        "What vLLM does with its share of a card."
+        share = VLLM_SHARE if self.sampler == "server" else self.vllm_share
+        return serving(self.step, share * self.card.room, self.adapters)
+
+    def served(self) -> int:
+        "How many completions a vLLM draws at once."
+        return served_together(self.step, self.on_vllm()["kv"])
 
     def longest_context(
         self,
