@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -231,7 +230,8 @@ def complete(
     record = SurvivorRecord.start(len(prompt_ids), params, stop.device)
     for t in range(params.max_tokens):
         at = torch.full_like(batch.rows, t)
-        uniform = None if keys is None else stream_numbers(keys[batch.rows], at)
+        draws = keys is not None and params.temperature > 0
+        uniform = stream_numbers(keys[batch.rows], at) if draws else None
         more = 0.0
         if batch.never is not None:
             logits, more = without_token(logits, batch.never, params.temperature)
@@ -606,7 +606,7 @@ class RolloutEngine:
             prefixes.room = min(prefixes.room, free - taken - sizes[0] * each - once)
         # a completion keeps its number, and so its random numbers, in any order and company
         order = back.argsort()
-        keys = (stream_keys(len(rows), params.seed) if keys is None else keys)[order]
+        keys = keys[order]
         if returns:
             returns["asked"] = [returns["asked"][place] for place in order.tolist()]
         stop, pad = drawing["stop"], drawing["pad_token_id"]
@@ -615,15 +615,22 @@ class RolloutEngine:
         state = complete_in_turn(*given, on_done=on_tokens, **returns)
         return None if returns else rollout_of(state, rows, back, stop, pad, prefixes)
 
-    def _batches_that_fit(self, rows, params):
-        "Prompts in batches, and whether the cache has its full size from the start."
+    def _in_batches(self, rows, params, drawing, bar, keys, seen):
+        "A rollout through the model's modules, some rows after others where memory is short."
         in_place = self._not_recorded() is None
         try:
-            return self.batches(rows, params, None, in_place)[0], in_place
+            batches, _ = self.batches(rows, params, None, in_place)
         except MemoryError:
             if not in_place:
                 raise
-        return self.batches(rows, params, None)[0], False  # a cache that grows takes a little less
+            in_place = False  # a cache that grows takes a little less
+            batches, _ = self.batches(rows, params, None)
+        draw = complete_in_place if in_place and not seen else complete
+        rollouts = [
+            draw(self.model, batch, keys=own, on_tokens=self._told(bar, len(batch)), **drawing)
+            for batch, own in zip(batches, keys.split(list(map(len, batches))))
+        ]
+        return concatenate(rollouts, drawing["pad_token_id"])
 
     def _told(self, bar, tokens=1):
         "What is called after each step, in which so many are drawn."
@@ -668,47 +675,36 @@ class RolloutEngine:
         # with pictures a prompt is read, and continued, by the model's own modules
         drawing, (decoder, _) = self._drawing(params), (None, "") if seen else self._open(reach)
         rows = [ids for ids in prompt_ids for _ in range(params.n)]
-        in_turn = decoder is not None
-        if keys is not None and len(keys) != len(rows):
+        if keys is None:  # greedy: no number is drawn
+            keys = stream_keys(len(rows), params.seed) if params.temperature else [0] * len(rows)
+        if len(keys) != len(rows):
             raise ValueError(f"{len(keys)} keys for {len(rows)} completions: give one for each")
-        if not in_turn and keys is None and params.temperature > 0:
-            keys = stream_keys(len(rows), params.seed)
-        if not in_turn:
-            batches, in_place = self._batches_that_fit(rows, params)
-            in_place = in_place and not seen
-        bar = tqdm(
-            total=len(rows) * (1 if in_turn else params.max_tokens),
-            delay=0 if progress else 2,
-            disable=progress is False,
-            desc="completions" if in_turn else "tokens",
-            leave=False,
-        )
-        kept = None
+        keys = torch.as_tensor(keys, dtype=torch.int64, device=self.model.device)
+        kept, direct = None, decoder is not None
         if prefixes is not None:
             kept = Prefixes(prefixes, rows, free_memory(self.model.device) // 2, self.version)
             prefixes[:] = [None] * len(rows)
-        if in_turn:
-            of_all = dict(params=params, drawing=drawing, prefixes=kept)
-            draw, batches = partial(self._in_turn, decoder, **of_all), [rows]
-        else:
-            draw = partial(complete_in_place if in_place else complete, self.model, **drawing)
-        own = [None] * len(batches)
-        if keys is not None:
-            own = torch.as_tensor(keys, dtype=torch.int64, device=self.model.device)
-            own = own.split(list(map(len, batches)))
+        bar = tqdm(
+            total=len(rows) * (1 if direct else params.max_tokens),
+            delay=0 if progress else 2,
+            disable=progress is False,
+            desc="completions" if direct else "tokens",
+            leave=False,
+        )
         try:
-            with bar, evaluating(self.model) if decoder is not None else self._running():
-                rollouts = [
-                    draw(batch, keys=each, on_tokens=self._told(bar, 1 if in_turn else len(batch)))
-                    for batch, each in zip(batches, own)
-                ]
-            if kept is not None and decoder is not None:
+            with bar, evaluating(self.model) if direct else self._running():
+                if not direct:
+                    rollout = self._in_batches(rows, params, drawing, bar, keys, seen)
+                else:
+                    given = params, drawing, self._told(bar), kept, keys
+                    rollout = self._in_turn(decoder, rows, *given)
+            if kept is not None and direct:
                 prefixes[:] = kept.ended
         finally:
             if kept is not None:
                 kept.clear()
             torch.cuda.empty_cache()  # does nothing where CUDA was not used
-        return self._finished(concatenate(rollouts, drawing["pad_token_id"]), params)
+        return self._finished(rollout, params)
 
     def _finished(self, rollout, params):
         "Completions end at the texts that end them, and have a version."

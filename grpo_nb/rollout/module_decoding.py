@@ -197,7 +197,8 @@ class ModuleDecoder:
     ) -> None:
         "Draw a token for each row and append it to those that go on."
         at = self.drawn.expand_as(self.rows)
-        uniform = None if self.keys is None else stream_numbers(self.keys, at)
+        draws = self.keys is not None and self.params.temperature > 0
+        uniform = stream_numbers(self.keys, at) if draws else None
         tokens, logps, left = sample(logits, self.params, self.seen, uniform)
         if left is not None:
             self.left.put(self.rows, at, left)
