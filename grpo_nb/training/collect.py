@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['OF_USERS', 'MOST_UNJUDGED', 'SourceParts', 'SourceQuestions', 'SourceSees', 'SourceDraws', 'CompletionSource',
-           'CollectorParts', 'CollectorRows', 'CollectorDraws', 'CollectorCompares', 'RolloutCollector', 'Evaluator']
+           'CollectorParts', 'CollectorRows', 'CollectorDraws', 'CollectorCompares', 'RolloutCollector',
+           'EvaluationParts', 'Evaluator']
 
 # %% ../../nbs/training/11_collect.ipynb #2d5f66ef
 from collections.abc import Callable
@@ -548,10 +549,10 @@ class RolloutCollector(CollectorCompares):
         whole = self.source.batch_of(drawn.rollout, advantages)
         return whole.rows(self.order(state.cycle, len(drawn.rows)))
 
-# %% ../../nbs/training/11_collect.ipynb #efd1279f
+# %% ../../nbs/training/11_collect.ipynb #9325d796
 @dataclass(eq=False, repr=False)
-class Evaluator:
-    "Samples and scores every row of a data set, and leaves the run's random state as it was."
+class EvaluationParts:
+    "What an evaluation is made with, and the answers of this process."
 
     config: GRPOConfig
     accelerator: Accelerator
@@ -560,6 +561,25 @@ class Evaluator:
     # from batches of completions to their losses, whose mean is then reported and whose numbers
     # are added to the metrics; None: no loss
     losses_of: Callable[[list[TrainingBatch], Metrics], list[float]] | None = None
+
+    def mine(self, rows: Any) -> list[dict]:
+        "The rows that this process answers, each `num_generations_eval` times."
+        first, step = self.accelerator.process_index, self.accelerator.num_processes
+        times = range(self.config.used("num_generations_eval"))
+        return [rows[i] for i in range(first, len(rows), step) for _ in times]
+
+    def answers(self, rows: list[dict], metrics: Metrics) -> tuple[list[Rollout], list]:
+        "This process's completions, a batch at a time, and their scores (N, K)."
+        rollouts, scores = [], []
+        size = self.config.per_device_eval_batch_size
+        for i in range(0, len(rows), size):
+            rollouts.append(self.source.draw(part := rows[i : i + size]))
+            scores += self.source.score(part, rollouts[-1], metrics)[1].tolist()
+        return rollouts, scores
+
+# %% ../../nbs/training/11_collect.ipynb #efd1279f
+class Evaluator(EvaluationParts):
+    "Samples and scores every row of a data set, and leaves the run's random state as it was."
 
     def evaluate(
         self,
@@ -590,21 +610,6 @@ class Evaluator:
             **reward_metrics(scores, self.reward_names, self.config.reward_weights, groups),
             **completion_metrics(lengths, cut),
         }
-
-    def mine(self, rows: Any) -> list[dict]:
-        "The rows that this process answers, each `num_generations_eval` times."
-        first, step = self.accelerator.process_index, self.accelerator.num_processes
-        times = range(self.config.used("num_generations_eval"))
-        return [rows[i] for i in range(first, len(rows), step) for _ in times]
-
-    def answers(self, rows: list[dict], metrics: Metrics) -> tuple[list[Rollout], list]:
-        "This process's completions, a batch at a time, and their scores (N, K)."
-        rollouts, scores = [], []
-        size = self.config.per_device_eval_batch_size
-        for i in range(0, len(rows), size):
-            rollouts.append(self.source.draw(part := rows[i : i + size]))
-            scores += self.source.score(part, rollouts[-1], metrics)[1].tolist()
-        return rollouts, scores
 
     def advantages(
         self,

@@ -7,10 +7,10 @@ __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_G
            'LOSS_TYPES', 'ONLY_SERVER', 'ONLY_COLOCATE', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON',
            'IGNORED_BY_REASON', 'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL',
            'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
-           'types_of', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'SamplingSettings',
-           'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings', 'OptimizerSettings',
-           'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'by_sentence', 'refuse', 'sampling_settings',
-           'translated', 'held_field', 'default_of', 'Keywords', 'GRPOConfig', 'unlike_trl']
+           'types_of', 'Worded', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings',
+           'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
+           'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'by_sentence', 'refuse',
+           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -95,20 +95,9 @@ def types_of(
     types = tuple(get_origin(part) or part for part in parts)
     return tuple(kind for kind in types if not (kind is str and dict in types))
 
-# %% ../../nbs/training/01_config.ipynb #1b0a8d3c
-@dataclass(frozen=True)
-class Setting:
-    "The types and values that one field of a config accepts."
-
-    name: str
-    types: tuple[type, ...]  # from `types_of`
-    default: Any
-    allowed: str | tuple | None  # this and the rest: see `setting`
-    same: dict
-    use: str | None
-    share: bool
-    why: str
-    reader: str | None = None
+# %% ../../nbs/training/01_config.ipynb #c9519610
+class Worded:
+    "What a setting accepts, in words."
 
     def in_words(self) -> str:  # e.g. "a number in (0, 1] or None"
         "The accepted values in words, for an error."
@@ -140,6 +129,21 @@ class Setting:
         close = [word for word in words if word.lower() == text.lower()]
         close = close or difflib.get_close_matches(text, words, 1, 0.8)
         return f" The nearest is {close[0]!r}." if close else ""
+
+# %% ../../nbs/training/01_config.ipynb #1b0a8d3c
+@dataclass(frozen=True)
+class Setting(Worded):
+    "The types and values that one field of a config accepts."
+
+    name: str
+    types: tuple[type, ...]  # from `types_of`
+    default: Any
+    allowed: str | tuple | None  # this and the rest: see `setting`
+    same: dict
+    use: str | None
+    share: bool
+    why: str
+    reader: str | None = None
 
     def plain(self, value):
         "A value of another library, or of a command line, as plain Python."

@@ -573,7 +573,8 @@ class HubWriter(TrainerCallback):
     last: Future | None = None
 
     def __post_init__(self):
-        self.name = self.repository.name if self.repository else self.config.hub_model_id
+        folder = Path(self.config.output_dir).absolute().name
+        self.name = self.repository.name if self.repository else self.config.hub_model_id or folder
 
     def write_card(
         self,
@@ -584,11 +585,10 @@ class HubWriter(TrainerCallback):
         **others: Any,  # license, language
     ) -> None:
         "Write the card of the run, and its curve, into a folder."
-        name = self.name or Path(self.config.output_dir).absolute().name
         facts = run_facts(self.model, self.rewards, self.completions, self.history)
         given = dict(history=self.history, settings=shown_settings(self.config), tags=tags or ())
         given |= dict(model_name=model_name, dataset_name=dataset_name or dataset_of(self.rows))
-        card = model_card(name, self.model, facts, **given, **others)
+        card = model_card(self.name, self.model, facts, **given, **others)
         write_card(card, folder, self.history)
 
     def push(
@@ -602,9 +602,9 @@ class HubWriter(TrainerCallback):
         **card: Any,  # see `write_card`
     ) -> CommitInfo | Future:  # UploadError
         "Write the card into a folder, and upload it without checkpoints and completions."
-        given = dict(token=token, revision=revision, private=private)
-        if any(value is not None for value in given.values()):
-            repository = open_repository(self.config, **given)
+        asked = token, private, revision
+        if asked != (None, None, None):
+            repository = open_repository(self.config, *asked)
         else:
             repository = self.repository = self.repository or open_repository(self.config)
         self.name = repository.name
@@ -620,9 +620,8 @@ class HubWriter(TrainerCallback):
     def on_save(self, args, state, control, **kwargs) -> None:
         "Upload the newest checkpoint, unless the one before is still on its way."
         config, busy = self.config, self.last is not None and not self.last.done()
-        if not config.push_to_hub or config.hub_strategy == "end":
-            return
-        if busy and not config.hub_always_push:
+        unwanted = not config.push_to_hub or config.hub_strategy == "end"
+        if unwanted or busy and not config.hub_always_push:
             return
         message = f"Training in progress, step {state.global_step}"
         try:

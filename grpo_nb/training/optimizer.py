@@ -102,9 +102,6 @@ class Inspector:
     step: int | None = None  # updates that the checkpoint claims; None: not known
     rows: int | None = None  # of the data
 
-    def __str__(self) -> str:
-        return self.whose
-
     def refuse(self, what: str, found: Any, wanted: str) -> NoReturn:
         "Raise ValueError."
         raise ValueError(
@@ -259,9 +256,9 @@ def check_optimizer_state(
     numbers = [number for group in groups for number in group["params"]]
     if here != there or numbers != list(range(len(numbers))):
         raise ValueError(
-            f"the optimizer's state in {check} does not fit this run (it has groups of {there} "
-            f"parameters there and of {here} here): set weight_decay and what trains back to "
-            "what they were, or begin anew"
+            f"the optimizer's state in {check.whose} does not fit this run (it has groups of "
+            f"{there} parameters there and of {here} here): set weight_decay and what trains back "
+            "to what they were, or begin anew"
         )
     for group, other in zip(optimizer.param_groups, groups):
         check_group(group, other, check)

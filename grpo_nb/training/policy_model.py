@@ -7,7 +7,7 @@ __all__ = ['WHERE', 'PARTS', 'PROJECTORS', 'checkpoint_layers', 'switch_checkpoi
            'check_model', 'loading_arguments', 'load_named', 'for_adapters', 'names_of_parts', 'parts_to_train',
            'with_adapter', 'within_parts', 'check_tied', 'check_trainable', 'dropouts', 'doubt_of_dropout',
            'doubt_of_routers', 'load_policy', 'describe_trainable', 'quicken', 'name_of', 'processor_of', 'has_tower',
-           'tokenizer_of', 'frozen_dtype', 'Precision', 'Reference']
+           'tokenizer_of', 'frozen_dtype', 'Precision', 'KeptWeights', 'Reference']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -551,22 +551,9 @@ class Precision:
                 "an adapter in float32"
             )
 
-# %% ../../nbs/training/06_policy_model.ipynb #6212c852
-class Reference:
-    "The policy that a run started from, for the KL term."
-
-    def __init__(
-        self,
-        model,  # the policy before its first update
-        shares: bool = False,  # a copy has the policy's own tensors, until both are cut into shares
-    ):
-        adapted = hasattr(model, "peft_config")
-        own = {id(p): torch.nn.Parameter(p.data) for p in model.parameters()} if shares else {}
-        self.model = None if adapted else copy.deepcopy(model, own).eval().requires_grad_(False)
-        self.start = []  # an adapter's parameters, and their first weights
-        self.known_norms = None  # by `keep_norms`
-        self.aside = []  # the policy's weights while `start` replaces them
-        self.keep(model if adapted else None)
+# %% ../../nbs/training/06_policy_model.ipynb #3398a03d
+class KeptWeights:
+    "Weights that a reference has: of a copy, or the first ones of an adapter."
 
     def keep(
         self,
@@ -574,7 +561,7 @@ class Reference:
     ) -> None:
         "Store the weights that an adapter begins with."
         trained = [p for p in model.parameters() if p.requires_grad] if model else []
-        self.start = [(p, p.detach().clone()) for p in trained]
+        self.start = [(p, p.detach().clone()) for p in trained]  # and their first weights
 
     def weights(self) -> list[torch.Tensor]:  # of the copy, or the adapter's that are kept
         "The reference's weights; a checkpoint holds them if they move or belong to an adapter."
@@ -604,6 +591,22 @@ class Reference:
         `from_first` gives what that process has in all of them."""
         is_empty = any(weight.is_meta for weight in self.weights())
         self.known_norms = from_first(None if is_empty else self.norms())
+
+# %% ../../nbs/training/06_policy_model.ipynb #6212c852
+class Reference(KeptWeights):
+    "The policy that a run started from, for the KL term."
+
+    def __init__(
+        self,
+        model,  # the policy before its first update
+        shares: bool = False,  # a copy has the policy's own tensors, until both are cut into shares
+    ):
+        adapted = hasattr(model, "peft_config")
+        own = {id(p): torch.nn.Parameter(p.data) for p in model.parameters()} if shares else {}
+        self.model = None if adapted else copy.deepcopy(model, own).eval().requires_grad_(False)
+        self.known_norms = None  # by `keep_norms`
+        self.aside = []  # the policy's weights while `start` replaces them
+        self.keep(model if adapted else None)
 
     @torch.no_grad()
     def sync(

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['LOSS_SETTINGS', 'COMPILED_TOKENS', 'EntropyBonus', 'load_balance_loss', 'own_balance_weight', 'balance_weight',
            'MicroBatchFitter', 'may_be_cut', 'sum_over_all', 'Window', 'moving_rows', 'UpdateParts', 'ArrangedUpdate',
-           'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateGradients', 'UpdateStep', 'UpdateEvaluation',
-           'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
+           'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateWindow', 'UpdateGradients', 'UpdateStep',
+           'UpdateEvaluation', 'UpdateReference', 'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
@@ -532,34 +532,14 @@ class UpdateGap(UpdateLoss):
         named = {f"sampling/{name}": value for name, value in named.items()}
         self.metrics.add(named, weight=len(weights))
 
-# %% ../../nbs/training/12_policy_update.ipynb #9e092380
-class UpdateGradients(UpdateGap):
-    "Adds up the gradients of micro-batches."
+# %% ../../nbs/training/12_policy_update.ipynb #a390f59d
+class UpdateWindow(UpdateGap):
+    "What a window holds of a micro-batch, and which completions move the weights."
 
     @property
     def window_is_empty(self) -> bool:
         "Whether the next micro-batch is the first of an accumulation window."
         return not self.window.micro_batches
-
-    def accumulate(
-        self,
-        batch: TrainingBatch,  # a micro-batch
-        whole: TrainingBatch,  # all completions of its cycle, for the expected number of tokens
-        first_pass: bool = True,  # True: measure the gap between sampler and trainer
-    ) -> None:
-        "Add the gradient of one micro-batch, piece by piece, and count it in the window."
-        with self.metrics.timed("train"):
-            self.model.train()
-            if self.window_is_empty:
-                steps = self.layout.gradient_accumulation_steps
-                self.window.expect(self.expected_tokens(whole), steps)
-            for part, moves in self.parts(batch):
-                for piece in self.fitter.pieces(part):
-                    share = share_of(piece, batch, self.config.loss_type)
-                    self.window.begin_piece(self.part_of(piece, batch), share)
-                    with self.precision.adapters(self.model), quiet_collector():
-                        self.accumulate_piece(piece, share, first_pass, moves)
-            self.window.close_micro_batch()
 
     def parts(self, batch: TrainingBatch) -> list[tuple[TrainingBatch, bool]]:
         "The completions that have a gradient, and those that have none and are only measured."
@@ -586,6 +566,30 @@ class UpdateGradients(UpdateGap):
     ) -> float:
         "The part of a micro-batch's trained tokens that a piece holds."
         return float(piece.loss_mask.sum()) / max(float(batch.loss_mask.sum()), 1.0)
+
+# %% ../../nbs/training/12_policy_update.ipynb #9e092380
+class UpdateGradients(UpdateWindow):
+    "Adds up the gradients of micro-batches."
+
+    def accumulate(
+        self,
+        batch: TrainingBatch,  # a micro-batch
+        whole: TrainingBatch,  # all completions of its cycle, for the expected number of tokens
+        first_pass: bool = True,  # True: measure the gap between sampler and trainer
+    ) -> None:
+        "Add the gradient of one micro-batch, piece by piece, and count it in the window."
+        with self.metrics.timed("train"):
+            self.model.train()
+            if self.window_is_empty:
+                steps = self.layout.gradient_accumulation_steps
+                self.window.expect(self.expected_tokens(whole), steps)
+            for part, moves in self.parts(batch):
+                for piece in self.fitter.pieces(part):
+                    share = share_of(piece, batch, self.config.loss_type)
+                    self.window.begin_piece(self.part_of(piece, batch), share)
+                    with self.precision.adapters(self.model), quiet_collector():
+                        self.accumulate_piece(piece, share, first_pass, moves)
+            self.window.close_micro_batch()
 
     def accumulate_piece(
         self,
@@ -736,8 +740,31 @@ class UpdateEvaluation(UpdateStep):
             self.window = kept
         return total
 
+# %% ../../nbs/training/12_policy_update.ipynb #8db68645
+class UpdateReference(UpdateEvaluation):
+    "Whether the reference is the one that a run began with."
+
+    def check_reference(self, saved: Any, then: Any, check: Inspector) -> None:  # ValueError
+        "Refuse weights of a reference that has others, and a run that began with another one."
+        now = self.reference.norms() if self.reference else []
+        for norm in then or []:
+            check.number(norm, "a norm of the reference", least=0)
+        if self.reference and (saved is not None or then == []):  # an adapter's, which is stored
+            own = self.reference.weights()
+            check.keys(dict(enumerate(saved or [])), range(len(own)), "the reference")
+            for weight, here in zip(saved, own):
+                check.tensor(weight, "a weight of the reference", here.shape, (here.dtype,))
+        if not (now and then):
+            return
+        if len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then):
+            raise ValueError(
+                "the reference policy is the model that the trainer was given, and the run of "
+                f"{check.whose} began with another one: give the model that it began with, its "
+                "weights come from the checkpoint"
+            )
+
 # %% ../../nbs/training/12_policy_update.ipynb #2a778c21
-class UpdateCheckpoint(UpdateEvaluation):
+class UpdateCheckpoint(UpdateReference):
     "What a checkpoint holds of an update."
 
     def state_dict(self) -> dict[str, Any]:
@@ -779,25 +806,6 @@ class UpdateCheckpoint(UpdateEvaluation):
         "A schedule like that of the settings, on an optimizer that moves nothing."
         groups = [{"params": [torch.zeros(1)]} for _ in self.optimizer.param_groups]
         return make_schedule(self.config, torch.optim.SGD(groups, lr=1.0), 10**6)
-
-    def check_reference(self, saved: Any, then: Any, check: Inspector) -> None:  # ValueError
-        "Refuse weights of a reference that has others, and a run that began with another one."
-        now = self.reference.norms() if self.reference else []
-        for norm in then or []:
-            check.number(norm, "a norm of the reference", least=0)
-        if self.reference and (saved is not None or then == []):  # an adapter's, which is stored
-            own = self.reference.weights()
-            check.keys(dict(enumerate(saved or [])), range(len(own)), "the reference")
-            for weight, here in zip(saved, own):
-                check.tensor(weight, "a weight of the reference", here.shape, (here.dtype,))
-        if not (now and then):
-            return
-        if len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then):
-            raise ValueError(
-                "the reference policy is the model that the trainer was given, and the run of "
-                f"{check} began with another one: give the model that it began with, its weights "
-                "come from the checkpoint"
-            )
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         "Load the optimizer's state, of each moment this process's share."

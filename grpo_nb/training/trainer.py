@@ -52,7 +52,7 @@ from grpo_nb.training.data import (
 from .hub import open_repository
 from .policy_model import check_model, describe_trainable, load_policy
 from .policy_update import own_balance_weight
-from .reporting import of_updates, plain, say
+from .reporting import of_updates, plain, run_summary, say
 
 # %% ../../nbs/training/19_trainer.ipynb #d01872ae
 class Framed(trainer_parts.Reporting):
@@ -382,7 +382,7 @@ class Run(Described):
 
     def end(self) -> TrainOutput:
         "Finish a run: load the best model if the config says so, call `on_train_end`."
-        of_run = self.recorder.of_run(self.log.history)
+        of_run = run_summary(self.state, self.log.history)
         if self.config.load_best_model_at_end and self.state.best_model_checkpoint:
             best = Path(self.state.best_model_checkpoint)
             load_weights(self.model, best, self.weights)
