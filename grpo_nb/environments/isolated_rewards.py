@@ -6,9 +6,9 @@
 __all__ = ['MODULE_AND_NAME', 'MAX_BYTES', 'LENGTH', 'LARGEST', 'SET_PDEATHSIG', 'SET_CHILD_SUBREAPER', 'WATCHDOG_SCRIPT',
            'MARGIN_S', 'LOG_FUNCTIONS', 'reachable', 'DeadlinePassed', 'ConnectionClosed', 'exchange', 'send',
            'plain_scores', 'visible', 'short', 'load', 'describe', 'ask_function', 'prctl', 'descendants',
-           'TrainerEnded', 'Watchdog', 'run_watchdog', 'close_watchdog', 'WorkerProcess', 'NotScored',
-           'pickled_arguments', 'one_by_one', 'RewardProcesses', 'RewardReports', 'IsolatedReward', 'check_limits',
-           'isolated']
+           'TrainerEnded', 'become_worker', 'work', 'WatchedWorker', 'Watchdog', 'run_watchdog', 'close_watchdog',
+           'WorkerProcess', 'NotScored', 'pickled_arguments', 'one_by_one', 'RewardProcesses', 'RewardReports',
+           'IsolatedReward', 'check_limits', 'isolated']
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #a4cbfccf
 import contextlib
@@ -268,9 +268,51 @@ def descendants(
 class TrainerEnded(Exception):
     "The training process of this watchdog has ended."
 
-# %% ../../nbs/environments/09_isolated_rewards.ipynb #c6fdebde
-class Watchdog:
-    "Starts a worker, passes questions on to it, and ends it at the deadline."
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #2b45cc79
+def become_worker(
+    watchdog: int,  # a process id
+    pipes: tuple[int, ...],  # its ends, which are not the worker's
+) -> None:
+    "Leave the watchdog's session, and close its pipes and its standard streams."
+    os.setsid()
+    prctl(SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != watchdog:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(nothing, stream)
+    for pipe in (*pipes, nothing):
+        os.close(pipe)
+
+
+def work(
+    target: str,  # "module:name"
+    prepare: str,  # the same, or empty
+    questions: int,  # a pipe
+    answers: int,  # another
+) -> None:
+    "The life of a worker: it loads the function, and answers until the pipe closes."
+    me = os.getpid()
+    try:
+        function, ready = load(target), {"ready": True}
+        if prepare:
+            load(prepare)()
+    except BaseException as error:
+        function, ready = None, {"fault": f"it could not be prepared: {describe(error)}"}
+    send(answers, json.dumps(ready).encode())
+    while function is not None:
+        try:
+            question = exchange(None, -1, questions, math.inf)
+        except ConnectionClosed:
+            return
+        answer = ask_function(function, question)
+        if os.getpid() != me:
+            return  # a copy that the function made of its process with fork, and forgot
+        send(answers, answer)
+
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #7abadd49
+class WatchedWorker:
+    "A worker, and the end of it with every process that it has started."
 
     def __init__(self, target: str, prepare: str, parent: int):
         self.target, self.prepare, self.parent = target, prepare, parent
@@ -287,44 +329,12 @@ class Watchdog:
         self.worker = os.fork()  # safe: no threads here, and nothing imported but this module
         if self.worker == 0:
             try:
-                self.become_worker(watchdog)
-                self.work(questions, answers)
+                become_worker(watchdog, (self.questions, self.answers))
+                work(self.target, self.prepare, questions, answers)
             finally:
                 os._exit(0)
         os.close(questions), os.close(answers)
         os.set_blocking(self.questions, False)
-
-    def become_worker(self, watchdog: int) -> None:
-        "Leave the watchdog's session, and close its pipes and its standard streams."
-        os.setsid()
-        prctl(SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != watchdog:
-            os._exit(0)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nothing, stream)
-        for pipe in (self.questions, self.answers, nothing):
-            os.close(pipe)
-
-    def work(self, questions: int, answers: int) -> None:
-        "The life of a worker: it loads the function, and answers until the pipe closes."
-        me = os.getpid()
-        try:
-            function, ready = load(self.target), {"ready": True}
-            if self.prepare:
-                load(self.prepare)()
-        except BaseException as error:
-            function, ready = None, {"fault": f"it could not be prepared: {describe(error)}"}
-        send(answers, json.dumps(ready).encode())
-        while function is not None:
-            try:
-                question = exchange(None, -1, questions, math.inf)
-            except ConnectionClosed:
-                return
-            answer = ask_function(function, question)
-            if os.getpid() != me:
-                return  # a copy that the function made of its process with fork, and forgot
-            send(answers, answer)
 
     def end(self) -> None:
         "Kill the worker and every process that it has started."
@@ -355,6 +365,22 @@ class Watchdog:
                 if process == self.worker:
                     self.status = status
         return False
+
+    def how_it_ended(self) -> str:
+        "In words; the system may take a moment to tell."
+        deadline = time.monotonic() + 0.2
+        while self.reap() and self.status is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.status is None:
+            return "its process closed the line"
+        code = os.waitstatus_to_exitcode(self.status)
+        if code < 0:
+            return f"its process was ended by signal {-code} ({signal.Signals(-code).name})"
+        return f"its process ended itself with exit code {code}"
+
+# %% ../../nbs/environments/09_isolated_rewards.ipynb #2d37c369
+class Watchdog(WatchedWorker):
+    "Starts a worker, passes questions on to it, and ends it at the deadline."
 
     def check_trainer(self) -> None:
         "Raises TrainerEnded if the training process has ended."
@@ -402,18 +428,6 @@ class Watchdog:
         if again:
             self.start()  # so that it is ready when the next question comes
         return json.dumps({"fault": fault}).encode()
-
-    def how_it_ended(self) -> str:
-        "In words; the system may take a moment to tell."
-        deadline = time.monotonic() + 0.2
-        while self.reap() and self.status is None and time.monotonic() < deadline:
-            time.sleep(0.002)
-        if self.status is None:
-            return "its process closed the line"
-        code = os.waitstatus_to_exitcode(self.status)
-        if code < 0:
-            return f"its process was ended by signal {-code} ({signal.Signals(-code).name})"
-        return f"its process ended itself with exit code {code}"
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #cd14cc6e
 def run_watchdog(

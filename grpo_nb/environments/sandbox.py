@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'REFUSAL', 'NO_FORK', 'DEADLINE', 'READING', 'IMPORTERS', 'SESSIONS', 'SandboxResult',
            'Protection', 'Trial', 'WallsMissing', 'failure', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of',
-           'lost_result', 'interpreter', 'SupervisorConnection', 'BareConnection', 'checked_timeout', 'program_bytes',
-           'stop_supervisors', 'deadline', 'time_is_up', 'PoolStart', 'PoolRuns', 'SandboxPool', 'Session',
-           'run_python', 'wall_report', 'wall_lines', 'parsed', 'name_in', 'imported_by', 'check_only_stdlib_imports',
-           'SandboxError', 'SandboxTimeout', 'LockedDownFunction', 'create_locked_down_function', 'interrupt',
-           'execute_with_time_limit', 'arguments_of', 'time_locked', 'time_trusted', 'time_trusted_within',
-           'empty_like', 'summary', 'Benchmarker']
+           'lost_result', 'interpreter', 'SupervisorLine', 'SupervisorConnection', 'BareConnection', 'checked_timeout',
+           'program_bytes', 'stop_supervisors', 'deadline', 'time_is_up', 'PoolStart', 'PoolRuns', 'SandboxPool',
+           'Session', 'run_python', 'wall_report', 'wall_lines', 'parsed', 'name_in', 'imported_by',
+           'check_only_stdlib_imports', 'SandboxError', 'SandboxTimeout', 'LockedDownFunction',
+           'create_locked_down_function', 'interrupt', 'execute_with_time_limit', 'arguments_of', 'time_locked',
+           'time_trusted', 'time_trusted_within', 'empty_like', 'summary', 'Benchmarker']
 
 # %% ../../nbs/environments/07_sandbox.ipynb #31e42d89
 import ast
@@ -221,9 +221,9 @@ def interpreter(
     where = dict(cwd=tempfile.gettempdir(), stderr=subprocess.DEVNULL)
     return subprocess.Popen([*command, *words], **where, **streams)
 
-# %% ../../nbs/environments/07_sandbox.ipynb #6e6eb724
-class SupervisorConnection:
-    "The training process's end of the connection to a supervisor."
+# %% ../../nbs/environments/07_sandbox.ipynb #447fe421
+class SupervisorLine:
+    "The line to a supervisor, and what goes over it."
 
     def __init__(
         self,
@@ -232,46 +232,6 @@ class SupervisorConnection:
         process: subprocess.Popen | None = None,
     ):
         self.socket, self.process = connection, process
-
-    @classmethod
-    def start(
-        cls,
-        without: tuple[str, ...] = (),  # names of walls to leave off
-        group: MemoryGroup | None = None,  # to put it in
-    ) -> "SupervisorConnection":
-        """Starts a supervisor: a script on disk in a new interpreter, with none of our memory,
-        files or environment variables."""
-        ours, theirs = socket.socketpair()
-        names = {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"} & os.environ.keys()
-        with theirs:
-            process = interpreter(
-                "serve",
-                *without,
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in names},
-                start_new_session=True,
-            )
-        started = cls(ours, process)
-        if group is not None:
-            try:
-                group.add(process.pid)
-            except OSError:
-                started.stop()
-                raise
-        return started
-
-    def walls(self) -> tuple[list[Protection], list[Trial]]:
-        "What a new supervisor says of its walls: those it built, and what came of trying them."
-        try:
-            _, payload = self.receive(supervisor.FRAME, time.monotonic() + 60)
-        except SupervisorLost as error:
-            raise RuntimeError(
-                f"the sandbox's supervisor does not start ({error}); try: {sys.executable} "
-                f"-I -S {supervisor.__file__} serve"
-            ) from None
-        walls, trials = supervisor.decode(payload)
-        return [Protection(*fields) for fields in walls], [Trial(*fields) for fields in trials]
 
     def receive(
         self,
@@ -318,6 +278,50 @@ class SupervisorConnection:
             raise SupervisorLost("it answers nonsense")
         return result_of(tag, wall / 1e9, used / 1e9, payload)
 
+# %% ../../nbs/environments/07_sandbox.ipynb #90c34b41
+class SupervisorConnection(SupervisorLine):
+    "The training process's end of the connection to a supervisor."
+
+    @classmethod
+    def start(
+        cls,
+        without: tuple[str, ...] = (),  # names of walls to leave off
+        group: MemoryGroup | None = None,  # to put it in
+    ) -> "SupervisorConnection":
+        """Starts a supervisor: a script on disk in a new interpreter, with none of our memory,
+        files or environment variables."""
+        ours, theirs = socket.socketpair()
+        names = {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH"} & os.environ.keys()
+        with theirs:
+            process = interpreter(
+                "serve",
+                *without,
+                stdin=theirs,
+                stdout=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in names},
+                start_new_session=True,
+            )
+        started = cls(ours, process)
+        if group is not None:
+            try:
+                group.add(process.pid)
+            except OSError:
+                started.stop()
+                raise
+        return started
+
+    def walls(self) -> tuple[list[Protection], list[Trial]]:
+        "What a new supervisor says of its walls: those it built, and what came of trying them."
+        try:
+            _, payload = self.receive(supervisor.FRAME, time.monotonic() + 60)
+        except SupervisorLost as error:
+            raise RuntimeError(
+                f"the sandbox's supervisor does not start ({error}); try: {sys.executable} "
+                f"-I -S {supervisor.__file__} serve"
+            ) from None
+        walls, trials = supervisor.decode(payload)
+        return [Protection(*fields) for fields in walls], [Trial(*fields) for fields in trials]
+
     def fork_for_session(self) -> "SupervisorConnection":
         "A connection to a fork of the supervisor, for one session."
         ours, theirs = socket.socketpair()
@@ -352,10 +356,10 @@ class BareConnection:
 
     def walls(self) -> tuple[list[Protection], list[Trial]]:
         "That nothing is stopped."
-        why, walls = "this system has no os.fork", supervisor.Protections.NAMES.items()
+        why, walls = "this system has no os.fork", supervisor.WALLS.items()
         return (
             [Protection(name, meaning, why) for name, meaning in walls],
-            [Trial(*item, "not tried", False) for item in supervisor.Trials.HARM.items()],
+            [Trial(*item, "not tried", False) for item in supervisor.HARM.items()],
         )
 
     def ask(self, op: bytes, timeout_s: float, memory_mb: int, body: bytes) -> SandboxResult:
@@ -607,7 +611,7 @@ class SandboxPool(PoolRuns):
             raise WallsMissing(NO_FORK)
         if workers < 1:
             raise ValueError(f"workers must be at least 1, not {workers}")
-        names = supervisor.Protections.NAMES
+        names = supervisor.WALLS
         if unknown := set(without) - set(names):
             raise ValueError(
                 f"no walls of these names: {sorted(unknown)}; there are {sorted(names)}"

@@ -8,14 +8,14 @@ __all__ = ['MAX_DEPTH', 'MAX_ITEMS', 'MAX_INT_BYTES', 'MAX_SAME_HASH', 'COUNT', 
            'ANY_BIT', 'RETURN', 'ALLOW', 'REFUSE', 'KILL', 'NUMBER', 'ARCHITECTURE', 'THIRD_ARGUMENT', 'MACHINES',
            'COMPUTING', 'UNLESS_EXECUTABLE', 'DEADLY', 'LIBC', 'NEW_USER', 'NEW_PID', 'NEW_NET', 'NEW_IPC',
            'SET_PDEATHSIG', 'SET_DUMPABLE', 'SET_SECCOMP', 'SET_CHILD_SUBREAPER', 'SET_NO_NEW_PRIVS', 'FIRST_USER',
-           'USERS', 'NOBODY', 'FILE_LIMITS', 'THIS_PROCESS', 'NO_CAPABILITIES', 'RESULT_BYTES', 'PRINT_CHARACTERS',
-           'DESCRIPTORS', 'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST', 'REPLY', 'RUN', 'OPEN',
-           'CALL', 'FORK', 'TRIAL_MB', 'Unsendable', 'encode', 'write_value', 'number_block', 'Reader', 'decode',
-           'Unavailable', 'ForbiddenCall', 'Part', 'part_of', 'load_modules', 'locked_builtins', 'Instruction',
-           'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl', 'limit', 'drop_privileges',
-           'Protections', 'read_exactly', 'send', 'PrintCounter', 'describe', 'is_refusal', 'kind_of', 'outcome',
-           'run_program', 'processor_ns', 'Program', 'Supervisor', 'in_walls', 'try_protections', 'Trials', 'main',
-           'run_bare']
+           'USERS', 'NOBODY', 'FILE_LIMITS', 'THIS_PROCESS', 'NO_CAPABILITIES', 'WALLS', 'RESULT_BYTES',
+           'PRINT_CHARACTERS', 'DESCRIPTORS', 'CHANNEL', 'FRAME', 'CLAIMS', 'KINDS', 'REFUSALS', 'RAISE', 'REQUEST',
+           'REPLY', 'RUN', 'OPEN', 'CALL', 'FORK', 'TRIAL_MB', 'HARM', 'Unsendable', 'encode', 'write_value',
+           'number_block', 'Reader', 'decode', 'Unavailable', 'ForbiddenCall', 'Part', 'part_of', 'load_modules',
+           'locked_builtins', 'Instruction', 'Filter', 'call_table', 'syscall_filter', 'library', 'checked', 'prctl',
+           'limit', 'needs', 'change_user', 'drop_privileges', 'Protections', 'read_exactly', 'send', 'PrintCounter',
+           'describe', 'is_refusal', 'kind_of', 'outcome', 'run_program', 'processor_ns', 'reported', 'how_it_ended',
+           'Program', 'Forks', 'Supervisor', 'in_walls', 'try_protections', 'verdict', 'Trials', 'main', 'run_bare']
 
 # %% ../../nbs/environments/08_supervisor.ipynb #2f967619
 import array
@@ -461,6 +461,27 @@ def limit(value: int, *names: str):
             resource.setrlimit(getattr(resource, name), (value, value))
 
 
+def needs(root: bool):
+    "Raises OSError without it."
+    if not root:
+        raise OSError(errno.EPERM, "needs root")
+
+
+def change_user(
+    user: int,  # of the program
+    root: bool,  # whether there is something to give up
+):
+    "Gives up being root; NOBODY in a container that has few user ids."
+    needs(root)
+    os.setgroups([])
+    for one in (user, NOBODY):
+        try:
+            return os.setresgid(one, one, one), os.setresuid(one, one, one)
+        except OSError:
+            if one == NOBODY:
+                raise
+
+
 def drop_privileges():
     "No capabilities, no way to new ones, no debugger, and an end with the supervisor."
     checked(LIBC.capset(THIS_PROCESS, NO_CAPABILITIES))
@@ -468,20 +489,21 @@ def drop_privileges():
     prctl(SET_DUMPABLE, 0)
     prctl(SET_PDEATHSIG, signal.SIGKILL)
 
-# %% ../../nbs/environments/08_supervisor.ipynb #50ead3db
+# %% ../../nbs/environments/08_supervisor.ipynb #c2f3975c
+WALLS = {  # what each one stops, and no more
+    "network": "reaches no address, not even this machine's; shares no memory with others",
+    "pids": "cannot name another process; all that it starts ends with it",
+    "memory": "a limit on the address space of one process",
+    "files": "opens no file, socket or pipe; does not stop deleting, renaming and linking",
+    "processes": "starts no process or thread, unless it is root",
+    "user": "may do to files and processes what everybody may, and no more",
+    "privileges": "no capabilities, and no way to any; ends with its supervisor",
+    "syscalls": "a filter of system calls (seccomp): none for files, processes or network",
+}
+
+# %% ../../nbs/environments/08_supervisor.ipynb #e15747cd
 class Protections:
     "The walls between a program and the machine. Each has a name, and can be missing."
-
-    NAMES = {  # what each one stops, and no more
-        "network": "reaches no address, not even this machine's; shares no memory with others",
-        "pids": "cannot name another process; all that it starts ends with it",
-        "memory": "a limit on the address space of one process",
-        "files": "opens no file, socket or pipe; does not stop deleting, renaming and linking",
-        "processes": "starts no process or thread, unless it is root",
-        "user": "may do to files and processes what everybody may, and no more",
-        "privileges": "no capabilities, and no way to any; ends with its supervisor",
-        "syscalls": "a filter of system calls (seccomp): none for files, processes or network",
-    }
 
     def __init__(
         self,
@@ -509,7 +531,7 @@ class Protections:
 
     def prepare_pids(self):
         "Tries the way into a new process namespace and back."
-        self.require_root()
+        needs(self.root)
         self.pids = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
         self.enter_pids()
         self.leave_pids()
@@ -517,10 +539,6 @@ class Protections:
     def prepare_filter(self):
         lines = syscall_filter(os.uname().machine)
         self.filter = ctypes.byref(Filter(len(lines), lines))
-
-    def require_root(self):
-        if not self.root:
-            raise OSError(errno.EPERM, "needs root")
 
     def set_up(self):
         "Adopts orphaned processes, and picks the range of its programs' user ids."
@@ -549,20 +567,9 @@ class Protections:
             limit(cpu_s, "RLIMIT_CPU")
         self.build("files", limit, 0, *FILE_LIMITS)
         self.build("processes", limit, 0, "RLIMIT_NPROC")
-        self.build("user", self.change_user)
+        self.build("user", change_user, self.user, self.root)
         self.build("privileges", drop_privileges)
         self.build("syscalls", prctl, SET_SECCOMP, 2, self.filter)
-
-    def change_user(self):
-        "Gives up being root; NOBODY in a container that has few user ids."
-        self.require_root()
-        os.setgroups([])
-        for one in (self.user, NOBODY):
-            try:
-                return os.setresgid(one, one, one), os.setresuid(one, one, one)
-            except OSError:
-                if one == NOBODY:
-                    raise
 
 # %% ../../nbs/environments/08_supervisor.ipynb #a9aafce6
 RESULT_BYTES = 4 << 20  # of one answer
@@ -701,6 +708,43 @@ def processor_ns(pid: int) -> int:  # 0 where the system does not say
     except (OSError, OverflowError, AttributeError):
         return 0
 
+
+def reported(
+    buffer: bytearray,  # what a program has said
+    filled: int,  # bytes of it
+) -> bytes | None:  # None until it has said it all
+    "The kind of result that the program reports."
+    if filled < FRAME.size:
+        return None
+    tag, length = FRAME.unpack_from(buffer)
+    if tag not in CLAIMS:
+        return b"c"
+    if length > RESULT_BYTES:
+        return b"o"
+    if filled < FRAME.size + length:
+        return None
+    return tag if filled == FRAME.size + length else b"c"  # one question, one answer
+
+
+def how_it_ended(pid: int) -> tuple[bytes, bytes]:
+    "How a process ended; it gets a tenth of a second to do so."
+    if not hasattr(os, "waitid"):
+        return b"c", b"its process ended without an answer"
+    for _ in range(100):
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is not None:
+            break
+        time.sleep(0.001)
+    else:
+        return b"c", b"it said something that is no answer"
+    if end.si_code == os.CLD_EXITED:
+        return b"c", f"its process ended without an answer (exit code {end.si_status})".encode()
+    if end.si_status == signal.SIGSYS:
+        return b"f", b"it made a system call that is forbidden"
+    if end.si_status == signal.SIGKILL:
+        return b"m", b"the system killed it, most likely for its memory"
+    return b"c", f"its process was ended by {signal.Signals(end.si_status).name}".encode()
+
 # %% ../../nbs/environments/08_supervisor.ipynb #abfe254e
 class Program:
     "A process that runs a program, seen from the supervisor."
@@ -740,23 +784,8 @@ class Program:
                 except OSError:
                     size = 0
                 filled += size
-                tag = self.reported(buffer, filled) if size else b"c"
+                tag = reported(buffer, filled) if size else b"c"
         return tag, time.perf_counter_ns() - begin, max(processor_ns(self.pid) - used, 0), filled
-
-    def reported(
-        self, buffer: bytearray, filled: int
-    ) -> bytes | None:  # None until it has said it all
-        "The kind of result that the program reports."
-        if filled < FRAME.size:
-            return None
-        tag, length = FRAME.unpack_from(buffer)
-        if tag not in CLAIMS:
-            return b"c"
-        if length > RESULT_BYTES:
-            return b"o"
-        if filled < FRAME.size + length:
-            return None
-        return tag if filled == FRAME.size + length else b"c"  # one question, one answer
 
     def answer_of(
         self, tag: bytes, buffer: bytearray
@@ -765,31 +794,12 @@ class Program:
         if tag == b"t":
             return tag, f"no answer within {self.timeout_s:g} s".encode()
         if tag == b"c":
-            return self.how_it_ended()
+            return how_it_ended(self.pid)
         length = FRAME.unpack_from(buffer)[1]
         if length > RESULT_BYTES:
             return b"o", f"it returned more than {RESULT_BYTES} bytes".encode()
         # not a copy, which would stay behind in memory
         return tag, memoryview(buffer)[FRAME.size : FRAME.size + length]
-
-    def how_it_ended(self) -> tuple[bytes, bytes]:
-        "How a process ended; it gets a tenth of a second to do so."
-        if not hasattr(os, "waitid"):
-            return b"c", b"its process ended without an answer"
-        for _ in range(100):
-            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if end is not None:
-                break
-            time.sleep(0.001)
-        else:
-            return b"c", b"it said something that is no answer"
-        if end.si_code == os.CLD_EXITED:
-            return b"c", f"its process ended without an answer (exit code {end.si_status})".encode()
-        if end.si_status == signal.SIGSYS:
-            return b"f", b"it made a system call that is forbidden"
-        if end.si_status == signal.SIGKILL:
-            return b"m", b"the system killed it, most likely for its memory"
-        return b"c", f"its process was ended by {signal.Signals(end.si_status).name}".encode()
 
     def end(self):
         "Ends the process, and its group if it has one."
@@ -801,14 +811,14 @@ class Program:
         os.waitpid(self.pid, 0)
         self.channel.close()
 
-# %% ../../nbs/environments/08_supervisor.ipynb #3d2ba199
+# %% ../../nbs/environments/08_supervisor.ipynb #50a95fe3
 REQUEST = struct.Struct("<cddI")  # what to do, seconds, MB, bytes that follow
 REPLY = struct.Struct("<cQQI")  # how it went, ns by the clock, ns of processor, bytes that follow
 RUN, OPEN, CALL, FORK = b"R", b"O", b"C", b"K"
 
 
-class Supervisor:
-    "Forks a process for each program, waits for its answer until the deadline, ends it."
+class Forks:
+    "A supervisor's programs: forked one at a time, and ended with all that they started."
 
     def __init__(
         self,
@@ -853,6 +863,27 @@ class Supervisor:
         finally:
             os._exit(0)
 
+    def end(self):
+        "Ends the program and all that it started."
+        self.program.end()
+        self.program = None
+        # where no process namespace ends them, orphans have become our children
+        while "pids" in self.protections.missing and (orphans := self.children() - self.sessions):
+            for pid in orphans:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def children(self) -> set[int]:  # empty where the system does not say
+        try:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                return set(map(int, file.read().split()))
+        except OSError:
+            return set()
+
+# %% ../../nbs/environments/08_supervisor.ipynb #9c434a9d
+class Supervisor(Forks):
+    "Forks a process for each program, waits for its answer until the deadline, ends it."
+
     def answer(self, message: bytes, is_session: bool):
         "Lets the program go, waits for its answer and passes it on."
         tag, wall, used, filled = self.program.exchange(message, self.buffer, self.connection)
@@ -880,23 +911,6 @@ class Supervisor:
         self.program.timeout_s = timeout_s
         os.kill(self.program.pid, signal.SIGCONT)
         self.answer(message, is_session=True)
-
-    def end(self):
-        "Ends the program and all that it started."
-        self.program.end()
-        self.program = None
-        # where no process namespace ends them, orphans have become our children
-        while "pids" in self.protections.missing and (orphans := self.children() - self.sessions):
-            for pid in orphans:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-
-    def children(self) -> set[int]:  # empty where the system does not say
-        try:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                return set(map(int, file.read().split()))
-        except OSError:
-            return set()
 
     def fork_for_session(self, descriptor: int):
         "Forks a copy of this supervisor for one session, with its own connection."
@@ -972,22 +986,36 @@ def try_protections(protections: Protections):
     except Unsendable:
         protections.missing["syscalls"] = "Python does not run behind the filter"
 
-# %% ../../nbs/environments/08_supervisor.ipynb #e5f55195
+# %% ../../nbs/environments/08_supervisor.ipynb #5e5d7cc9
+HARM = {  # what is tried -> what a program could do if nothing stops it
+    "read": "read files",
+    "write": "change files",
+    "unlink": "delete files",
+    "rename": "rename files",
+    "symlink": "put links among files",
+    "kill": "end other processes",
+    "socket": "open connections",
+    "fork": "start more processes",
+    "memory": "take more memory than its limit",
+}
+
+
+def verdict(
+    said: bytes,  # by the process that made an attempt
+    status: int,  # how it ended
+) -> tuple[str, bool]:
+    "What came of an attempt, in words, and whether something stopped it."
+    begun, _, words = said.partition(b"ready:")
+    if said == b"ready:" and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSYS:
+        return "the filter ended the process", True
+    if begun or words[:1] not in (b"t", b"s", b"f"):
+        return "its process ended before it could be tried", False
+    return words[1:].decode(), words[:1] == b"s"
+
+# %% ../../nbs/environments/08_supervisor.ipynb #f036e782
 class Trials:
     """What no program may do, tried from where a program stands, on files and a process that are
     made for it before there are walls."""
-
-    HARM = {  # what is tried -> what a program could do if nothing stops it
-        "read": "read files",
-        "write": "change files",
-        "unlink": "delete files",
-        "rename": "rename files",
-        "symlink": "put links among files",
-        "kill": "end other processes",
-        "socket": "open connections",
-        "fork": "start more processes",
-        "memory": "take more memory than its limit",
-    }
 
     def __init__(
         self,
@@ -1042,22 +1070,12 @@ class Trials:
         "Tries everything, and removes what was made for it."
         found = []
         try:
-            for name, harm in self.HARM.items():
+            for name, harm in HARM.items():
                 said, status = in_walls(protections, lambda: self.report(name))
-                found.append((name, harm, *self.verdict(said, status)))
+                found.append((name, harm, *verdict(said, status)))
         finally:
             self.remove()
         return found
-
-    @staticmethod
-    def verdict(said: bytes, status: int) -> tuple[str, bool]:
-        "What came of an attempt, in words, and whether something stopped it."
-        begun, _, words = said.partition(b"ready:")
-        if said == b"ready:" and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGSYS:
-            return "the filter ended the process", True
-        if begun or words[:1] not in (b"t", b"s", b"f"):
-            return "its process ended before it could be tried", False
-        return words[1:].decode(), words[:1] == b"s"
 
     def remove(self):
         "Ends the process and deletes the files."
@@ -1070,7 +1088,7 @@ class Trials:
         except OSError:
             pass
 
-# %% ../../nbs/environments/08_supervisor.ipynb #db7c870c
+# %% ../../nbs/environments/08_supervisor.ipynb #1e6ff3c4
 def main(
     without: list[str],  # protections to leave off
 ):
@@ -1085,8 +1103,8 @@ def main(
     supervisor = Supervisor(connection, protections)  # imports all that will ever be imported here
     protections.protect_supervisor()
     try_protections(protections)
-    missing, names = protections.missing, Protections.NAMES
-    walls = [(name, meaning, missing.get(name)) for name, meaning in names.items()]
+    missing = protections.missing
+    walls = [(name, meaning, missing.get(name)) for name, meaning in WALLS.items()]
     hello = encode([walls, trials.run(protections)])
     connection.sendall(FRAME.pack(b"v", len(hello)) + hello)
     gc.collect()

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PANELS', 'thinned', 'curves_of', 'dashboard_figure', 'shown_text', 'pictures_html', 'samples_table', 'Gate', 'run_of',
            'stored_run', 'dashboard_html', 'DashboardWidget', 'dashboard_widget', 'progress_line', 'Ordering',
-           'Showing', 'Watching', 'quiet', 'Starting', 'Dashboard']
+           'Showing', 'Watching', 'quiet', 'Starting', 'Waiting', 'Dashboard']
 
 # %% ../../nbs/widgets/11_dashboard.ipynb #ad6a24c8
 import asyncio
@@ -406,7 +406,7 @@ def quiet(trainer):
     finally:
         engine.progress, log.show, config.disable_tqdm = before
 
-# %% ../../nbs/widgets/11_dashboard.ipynb #4f4a9a21
+# %% ../../nbs/widgets/11_dashboard.ipynb #f70a2b29
 class Starting:
     "The part of the dashboard that runs a trainer in a thread."
 
@@ -457,6 +457,10 @@ class Starting:
         self.gate.set("stop")
         self.over.wait(4)
 
+# %% ../../nbs/widgets/11_dashboard.ipynb #4c60b880
+class Waiting:
+    "The part of the dashboard that waits for a run."
+
     def wait(self) -> TrainOutput:  # what `train` returned; what it raised is raised here
         """Wait until the run has ended. Interrupting the kernel stops the run at the next update,
         with a checkpoint; a second interrupt returns at once."""
@@ -504,8 +508,8 @@ class Starting:
             raise self.error
         return self.output
 
-# %% ../../nbs/widgets/11_dashboard.ipynb #a995948a
-class Dashboard(Ordering, Showing, Watching, Starting, TrainerCallback):
+# %% ../../nbs/widgets/11_dashboard.ipynb #fdce1fb1
+class Dashboard(Ordering, Showing, Watching, Starting, Waiting, TrainerCallback):
     "A board that shows a run while it trains, with buttons to pause and to stop it."
 
     def __init__(

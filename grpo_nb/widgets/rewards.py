@@ -582,7 +582,7 @@ def held_task(
         "judged": dict(zip(names, judged)),
     }
 
-# %% ../../nbs/widgets/09_rewards.ipynb #bf98aa2d
+# %% ../../nbs/widgets/09_rewards.ipynb #0bf775be
 class RewardsWidget(anywidget.AnyWidget):
     "Rewards of completions, function by function, in the browser."
 
@@ -644,7 +644,7 @@ class RewardsWidget(anywidget.AnyWidget):
             return f"<p>{html.escape(self.problem)}</p>"
         return group_html(split_group(self.text), self.said, self.weights)
 
-
+# %% ../../nbs/widgets/09_rewards.ipynb #81d8bb0c
 def rewards_widget(
     # a name of `TASKS` to begin with; or a task of your own, which is then the only one
     task: str | RewardTask = "sums",

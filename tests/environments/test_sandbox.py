@@ -747,7 +747,7 @@ def quietly(**options):
 
 
 def test_every_trial_has_a_program_that_does_the_same():
-    assert set(WEAK) == set(PROGRAMS) == set(supervisor.Trials.HARM)
+    assert set(WEAK) == set(PROGRAMS) == set(supervisor.HARM)
 
 
 @pytest.fixture
@@ -780,7 +780,7 @@ def test_a_pool_starts_only_if_programs_are_stopped(name, pool, machine):
     assert result(pool, source, *args).kind in ("forbidden", "memory") and untouched()
     with pytest.raises(WallsMissing, match=f"{name}: done.*{WEAK[name][0]}") as refused:
         SandboxPool(workers=1, without=WEAK[name])
-    assert supervisor.Trials.HARM[name] in str(refused.value)
+    assert supervisor.HARM[name] in str(refused.value)
     with quietly(without=WEAK[name]) as weak:
         assert name in [trial.name for trial in weak.trials if not trial.stopped]
         assert result(weak, source, *args, memory_mb=256).value == "done"
@@ -790,7 +790,7 @@ def test_a_pool_starts_only_if_programs_are_stopped(name, pool, machine):
         assert process.wait(5) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("wall", Protections.NAMES)
+@pytest.mark.parametrize("wall", supervisor.WALLS)
 def test_a_missing_wall_refuses_the_start_only_if_nothing_stands_behind_it(wall):
     "Nothing stands behind these three; without `privileges` the kernel takes no filter."
     if wall in ("syscalls", "memory", "privileges"):
@@ -882,7 +882,7 @@ def test_doctor_says_what_was_tried(capsys):
     assert cli.main(["doctor"]) == 0
     said = capsys.readouterr().out
     (stopped,) = [line for line in said.splitlines() if "tried and stopped" in line]
-    assert all(name in stopped for name in supervisor.Trials.HARM) and "does not start" not in said
+    assert all(name in stopped for name in supervisor.HARM) and "does not start" not in said
 
 
 def test_doctor_says_why_the_sandbox_is_refused():
@@ -1034,7 +1034,7 @@ def test_trials_leave_nothing_behind(tmp_path, monkeypatch):
     with quietly() as pool:
         (line,) = pool._supervisors.values()
         assert list(tmp_path.iterdir()) == [] and descendants(line.process.pid) == []
-    with quietly(without=tuple(Protections.NAMES)) as pool:
+    with quietly(without=tuple(supervisor.WALLS)) as pool:
         (line,) = pool._supervisors.values()
         assert list(tmp_path.iterdir()) == [] and descendants(line.process.pid) == []
 
@@ -1053,7 +1053,7 @@ def test_trials_leave_nothing_behind(tmp_path, monkeypatch):
     ],
 )
 def test_only_a_refusal_of_the_kernel_counts_as_stopped(said, status, stopped):
-    words, found = supervisor.Trials.verdict(said, status)
+    words, found = supervisor.verdict(said, status)
     assert found is stopped and words
 
 
@@ -1123,7 +1123,7 @@ def test_a_group_of_a_process_that_was_killed_is_removed():
 
 
 def test_everything_works_without_walls():
-    with quietly(without=tuple(Protections.NAMES)) as bare:
+    with quietly(without=tuple(supervisor.WALLS)) as bare:
         kinds = [
             result(bare, source, timeout_s=0.3).kind
             for source in (
@@ -1172,7 +1172,7 @@ def test_a_wall_that_falls_later_stops_everything(monkeypatch):
     """Fail closed: the process of a program says nothing if it cannot wall itself in, and the
     supervisor gives up."""
     walls = Protections()
-    walls.missing = {name: "x" for name in Protections.NAMES if name != "memory"}
+    walls.missing = {name: "x" for name in supervisor.WALLS if name != "memory"}
     monkeypatch.setattr(supervisor, "limit", lambda *a: (_ for _ in ()).throw(OSError("no")))
     ours, theirs = socket.socketpair()
     body = encode([DOUBLE, "f", [1]])

@@ -28,7 +28,9 @@ from grpo_nb.environments.supervisor import (
     call_table,
     decode,
     encode,
+    how_it_ended,
     outcome,
+    reported,
 )
 
 # values
@@ -321,22 +323,22 @@ def test_a_table_is_names_and_two_numbers():
 def test_an_answer_is_whole_or_none(tag):
     body = b"12345"
     buffer = bytearray(FRAME.pack(tag, len(body)) + body + b"more")
-    program, whole = Program(0, None, 1.0), FRAME.size + len(body)
-    assert [program.reported(buffer, n) for n in range(whole)] == [None] * whole
-    assert program.reported(buffer, whole) == tag
-    assert program.reported(buffer, whole + 1) == b"c"
-    assert bytes(program.answer_of(tag, buffer)[1]) == body
+    whole = FRAME.size + len(body)
+    assert [reported(buffer, n) for n in range(whole)] == [None] * whole
+    assert reported(buffer, whole) == tag
+    assert reported(buffer, whole + 1) == b"c"
+    assert bytes(Program(0, None, 1.0).answer_of(tag, buffer)[1]) == body
 
 
 @pytest.mark.parametrize("tag", [b"t", b"c", b"?", b"\0"])
 def test_a_program_cannot_report_what_the_supervisor_finds(tag):
     buffer = bytearray(FRAME.pack(tag, 0))
-    assert Program(0, None, 1.0).reported(buffer, len(buffer)) == b"c"
+    assert reported(buffer, len(buffer)) == b"c"
 
 
 def test_an_answer_that_is_too_long_is_not_read():
     buffer = bytearray(FRAME.pack(b"v", supervisor.RESULT_BYTES + 1))
-    assert Program(0, None, 1.0).reported(buffer, len(buffer)) == b"o"
+    assert reported(buffer, len(buffer)) == b"o"
     assert b"more than" in Program(0, None, 1.0).answer_of(b"o", buffer)[1]
 
 
@@ -353,7 +355,7 @@ def test_an_answer_that_is_too_long_is_not_read():
 def test_how_a_process_ended(command, kind, says):
     process = subprocess.Popen(["sh", "-c", command])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    tag, words = Program(process.pid, None, 1.0).how_it_ended()
+    tag, words = how_it_ended(process.pid)
     process.wait()
     assert KINDS[tag] == kind and says in words
 
