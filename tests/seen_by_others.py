@@ -66,6 +66,25 @@ def weights_of_trl(kind):
     return {name: few(weight.double()) for name, weight in weights.items()}
 
 
+def weights_with_tools(kind):
+    "The same with a tool that answers with pictures, whose calls are read by a parser of ours."
+    import trl
+    from training.test_tools_that_show import trained_on_pictures_of_tools
+
+    from grpo_nb.rollout.turns import parse_hermes
+
+    def read(tokenizer, ids, **others):
+        return parse_hermes(tokenizer.decode(ids, skip_special_tokens=True))
+
+    inside, processor = trl.trainer.grpo_trainer, processor_of_transformers(kind)
+    inside.shuffle_sequence_dict, inside.parse_response = (lambda batch: batch), read
+    processor.tokenizer.response_template = "read by the function above"
+    with tempfile.TemporaryDirectory() as folder:
+        weights, log = trained_on_pictures_of_tools(trl, kind, folder, processor)
+    assert log[-1]["tools/call_frequency"] == 0.75 and not log[-1]["tools/failure_frequency"]
+    return {name: few(weight.double()) for name, weight in weights.items()}
+
+
 def main():
     from importlib.metadata import version
 
@@ -75,6 +94,7 @@ def main():
         },
         "prompts": {kind: prompts_of(kind) for kind in READ},
         "weights": {kind: weights_of_trl(kind) for kind in TRAINED},
+        "with_tools": {kind: weights_with_tools(kind) for kind in TRAINED},
     }
     RECORD.write_text(json.dumps(record) + "\n")
 

@@ -2,12 +2,16 @@
 
 import json
 
+import datasets
 import pytest
 import torch
 from seeing_models import FAMILIES, asked, dots, seeing, with_tools
+from seen_by_others import EVERY, TRAINED, seen_by_others
 from small_runs import weights_of
+from training.test_seeing import ROWS as PICTURED
 from training.test_seeing import batch_in, config_of, records_of
 
+import grpo_nb
 from grpo_nb import GRPOTrainer, SamplingParams
 from grpo_nb.model.pictures import SIGHTS, pixels_of, with_pictures
 from grpo_nb.model.tiny import tiny_gpt_oss
@@ -497,3 +501,79 @@ def test_a_model_by_name_brings_its_processor_where_a_tool_may_show(tmp_path):
         tools=[bare],
     )
     assert not trainer.sees, "a model of texts"
+
+
+class ScriptOfTurns:
+    "What eight completions say, turn by turn; three of four call a tool in their first turn."
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.said = tokenizer, 0
+
+    def next_turns(self, count):  # ids of each
+        texts = []
+        for _ in range(count):
+            self.said += 1
+            call = CALL % ("draw", f'"count": {self.said % 3 + 1}, "words": "ah"')
+            words = f"I see {self.said * 7919 % 97}."
+            texts.append(call if count == 8 and self.said % 4 else words)
+        return [self.tokenizer(f"{x}<|end|>", add_special_tokens=False).input_ids for x in texts]
+
+    def generate(self, prompts=None, params=None, input_ids=None, **others):
+        "For the sampler of ours, and in place of `generate` of a model."
+        ids = self.next_turns(len(prompts if input_ids is None else input_ids))
+        if input_ids is None:
+            given = dict(prompt_ids=prompts, completion_ids=ids)
+            given["logprobs"] = [[-1.0] * len(one) for one in ids]
+            return drawn_elsewhere(given, len(prompts), params.stop_token_ids)
+        rows = [torch.tensor(one) for one in ids]
+        pad = self.tokenizer.pad_token_id
+        whole = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        return torch.cat([input_ids, whole], 1)
+
+    takes_token_ids = True
+
+    def publish(self, model, version):
+        pass
+
+    def close(self):
+        pass
+
+
+def trained_on_pictures_of_tools(library, kind, folder, processor=None):
+    "Weights after 20 updates on the completions of a script."
+    model, own = seeing(kind)
+    processor = with_tools(processor or own)
+    for name, weight in model.named_parameters():
+        if name.endswith(("k_proj.bias", "qkv.bias")):  # its gradient is rounding
+            weight.requires_grad_(False)
+    settings = dict(max_steps=20, learning_rate=1e-3, vllm_importance_sampling_correction=False)
+    if library is grpo_nb:
+        settings["guard_every"] = 0
+    trainer = library.GRPOTrainer(
+        model,
+        lambda completion_ids, **columns: [float(sum(ids) % 11) for ids in completion_ids],
+        args=config_of(folder, library, max_completion_length=200, **settings),
+        train_dataset=datasets.Dataset.from_list(PICTURED),
+        processing_class=processor,
+        tools=[draw],
+    )
+    script = ScriptOfTurns(processor.tokenizer)
+    if library is grpo_nb:
+        trainer.source.sampler.sampler = script
+    else:
+        trainer.model.generate = script.generate
+    trainer.train()
+    return weights_of(trainer.model), records_of(trainer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", TRAINED)
+def test_weights_are_those_that_trl_has_stored(kind, tmp_path):
+    "Of its trainer with a tool that shows; every 31st number is kept."
+    ours, log = trained_on_pictures_of_tools(grpo_nb, kind, tmp_path)
+    theirs, began = seen_by_others()["with_tools"][kind], weights_of(seeing(kind)[0])
+    assert ours.keys() == theirs.keys() and log[-1]["tools/call_frequency"] == 0.75
+    for name, kept in theirs.items():
+        mine = ours[name].flatten()[::EVERY]
+        torch.testing.assert_close(mine, torch.tensor(kept), rtol=0, atol=1e-5, msg=name)
+        assert "qkv.bias" in name or "k_proj.bias" in name or not began[name].equal(ours[name])
