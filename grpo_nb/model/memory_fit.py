@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
-           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes', 'StepSizes',
-           'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights', 'held',
-           'read_whole', 'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training', 'casts',
+           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes', 'Ways',
+           'StepSizes', 'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights',
+           'held', 'read_whole', 'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training', 'casts',
            'with_gradients', 'all_gradients', 'hidden_on_host', 'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest',
            'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'split_context',
            'with_context', 'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory',
@@ -163,37 +163,16 @@ SAMPLERS = ("engine", "vllm", "vllm_sleep", "server")
 ALL = 2**40  # tokens of a slice: more than any batch has, so all are computed at once
 
 
-@dataclass(frozen=True)
-class StepSizes:
-    "Everything that a GRPO step's memory depends on, as plain numbers."
+@dataclass(frozen=True, kw_only=True)
+class Ways:
+    "How a model is held, adapted and drawn from: what a step and the setup that it is of share."
 
-    shape: ModelShape
-    capability: tuple[int, int]  # compute capability of the card
-    weights: str = "bf16"  # one of FORMATS
     double_quant: bool = False  # NF4's scales quantised too
     lora_r: int = 32  # 0: no adapters
-    all_weights: bool = False  # without adapters: all weights train; False: nothing does
     lora_targets: tuple[str, ...] = TARGETS  # "attention", "mlp"
-    optimizer_bytes: int = 8  # of optimizer state for each trained number
-    update_bytes: int = 0  # that the optimizer needs besides, while it moves the weights
-    accumulates: bool = True  # an update adds the gradients of several micro-batches
-    autocast: bool = False  # products in 16 bits, also of weights in float32
-    prompt_length: int = 512  # tokens
-    picture_tokens: int = 0  # of these: what the pictures of a prompt become
-    train_tower: bool = False  # what reads them trains too
-    max_completion_length: int = 15_872  # tokens
-    num_generations: int = 8  # completions of a prompt
-    generation_batch_size: int = 8  # completions of a rollout
-    per_device_train_batch_size: int = 1  # sequences trained at a time
+    picture_tokens: int = 0  # of a prompt's: what its pictures become
     share_prompt: bool = False  # in training, a group's prompt is computed once
-    mini_batch: int = 1  # parts that the batch is split into for the head
-    logit_chunk_multiplier: int | None = None  # chunks of each; None: at most 1,024 rows a chunk
-    gradient_checkpointing: bool = True  # layers keep only their input
-    # tokens in a slice of the experts or the MLP; None: the largest that fits, as in the trainer;
-    # ALL: all tokens at once
-    slice_tokens: int | None = None
     offload_embedding: bool = False  # to host memory
-    offload_activations: bool = False  # layer inputs, to host memory
     offload_hidden: bool = False  # what the head keeps, to host memory
     # a second model for the KL term. With adapters it is not needed: the reference is the model
     # without them
@@ -201,12 +180,39 @@ class StepSizes:
     # "engine": ours, on the trained weights; "vllm": a process with weights of its own;
     # "vllm_sleep": the same, but its memory is freed between rollouts; "server": on other cards
     sampler: str = "engine"
-    # of this card that "vllm" and "vllm_sleep" take in all; 0: their weights, and a cache for the
-    # rollout
-    vllm_bytes: int = 0
     # a kernel's name for choose_kernel; "auto": chosen by model and card
     attention: str = "auto"
     implementation: str = "ours"  # or "transformers": all logits, experts by autograd
+
+
+@dataclass(frozen=True)
+class StepSizes(Ways):
+    "Everything that a GRPO step's memory depends on, as plain numbers."
+
+    shape: ModelShape
+    capability: tuple[int, int]  # compute capability of the card
+    weights: str = "bf16"  # one of FORMATS
+    all_weights: bool = False  # without adapters: all weights train; False: nothing does
+    optimizer_bytes: int = 8  # of optimizer state for each trained number
+    update_bytes: int = 0  # that the optimizer needs besides, while it moves the weights
+    accumulates: bool = True  # an update adds the gradients of several micro-batches
+    autocast: bool = False  # products in 16 bits, also of weights in float32
+    prompt_length: int = 512  # tokens
+    train_tower: bool = False  # what reads them trains too
+    max_completion_length: int = 15_872  # tokens
+    num_generations: int = 8  # completions of a prompt
+    generation_batch_size: int = 8  # completions of a rollout
+    per_device_train_batch_size: int = 1  # sequences trained at a time
+    mini_batch: int = 1  # parts that the batch is split into for the head
+    logit_chunk_multiplier: int | None = None  # chunks of each; None: at most 1,024 rows a chunk
+    gradient_checkpointing: bool = True  # layers keep only their input
+    # tokens in a slice of the experts or the MLP; None: the largest that fits, as in the trainer;
+    # ALL: all tokens at once
+    slice_tokens: int | None = None
+    offload_activations: bool = False  # layer inputs, to host memory
+    # of this card that "vllm" and "vllm_sleep" take in all; 0: their weights, and a cache for the
+    # rollout
+    vllm_bytes: int = 0
     shards: int = 1  # cards that share the weights, gradients and moments out (FSDP2)
     keep_gathered: bool = False  # all layers are whole until the backward pass is through them
 

@@ -40,6 +40,7 @@ from grpo_nb.model.memory_fit import (
     Card,
     Fit,
     Step,
+    Ways,
     find_card,
     fit,
     rank_flag,
@@ -87,7 +88,7 @@ def completions_drawn(
 
 # %% ../../nbs/planning/01_plan.ipynb #a072df70
 @dataclass(frozen=True)
-class SetupFields:
+class SetupFields(Ways):
     "A configuration, with model, card, prompt length and the way the model is loaded."
 
     model: ModelShape
@@ -96,20 +97,9 @@ class SetupFields:
     weights: str  # one of FORMATS
     cards: int = 1  # each with a share of the batch, and the whole model or (fsdp) a share of it
     samplers: int = 0  # as many more, each with a vLLM server, that only draw
-    double_quant: bool = False  # NF4's scales quantised too
-    lora_r: int = 32  # 0: no adapters, all weights train
-    lora_targets: tuple[str, ...] = TARGETS  # "attention", "mlp"
     # tokens; None: 512, or the completion's length if that is shorter
     prompt_length: int | None = None
-    picture_tokens: int = 0  # of these: what the pictures of a prompt become
-    share_prompt: bool = False  # in training, a group's prompt is computed once
-    offload_embedding: bool = False  # to host memory
-    offload_hidden: bool = False  # what the head keeps, to host memory
-    reference: bool = False  # a second model for the KL term
-    sampler: str = "engine"  # "vllm", "vllm_sleep", "server": see Step
     vllm_share: float = 0.0  # of the card, that vLLM beside the trainer takes; 0: what it needs
-    attention: str = "auto"  # a kernel's name for choose_kernel
-    implementation: str = "ours"  # or "transformers"
 
     def changed(
         self,
