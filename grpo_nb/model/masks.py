@@ -194,10 +194,7 @@ class Mask:
     @property
     def predicate(self) -> Predicate:
         "The mask as a function of (b, h, q_idx, kv_idx)."
-        return self._joined(self.window)
-
-    def _joined(self, window):
-        "The rules with a window that may be a number, a tensor or None."
+        window = self.window
         rules = causal if window is None else all_of(causal, sliding_window(window))
         rules = at_offset(rules, self.offset)
         return rules if self.pad_lens is None else all_of(rules, left_padding(self.pad_lens))
@@ -218,19 +215,12 @@ class Mask:
     def block(
         self,
         block_size: int = 128,  # tokens along each side of a block
-        # the kernel reads the window, so that layers with different ones, or none, share it
-        window_as_data: bool = False,
     ) -> BlockMask:  # (B, 1, q_len, kv_len), the heads broadcast; B is 1 without pad_lens
         """The mask for FlexAttention, its blocks found by arithmetic: the square itself is never
         there."""
-        kept = block_size, window_as_data
-        if kept not in self._kept:
-            rules = self.predicate
-            if window_as_data:
-                size = NO_WINDOW if self.window is None else self.window
-                rules = self._joined(torch.full((), size, dtype=torch.int32, device=self.device))
-            self._kept[kept] = _block_mask(self, block_size, rules)
-        return self._kept[kept]
+        if block_size not in self._kept:
+            self._kept[block_size] = _block_mask(self, block_size)
+        return self._kept[block_size]
 
 # %% ../../nbs/model/02_masks.ipynb #9e6e7b07
 def attention_mask(
@@ -325,7 +315,7 @@ def _query_blocks(mask, size, pad, offset):
     )
 
 
-def _block_mask(mask, size, rules):
+def _block_mask(mask, size):
     """Which blocks are partly or wholly visible, from both sides: the keys of each block of
     queries, and the queries of each block of keys."""
     pad, offset = _padding(mask), _int32(mask.offset)
@@ -337,6 +327,6 @@ def _block_mask(mask, size, rules):
     return BlockMask(
         seq_lengths=(mask.q_len, mask.kv_len),
         BLOCK_SIZE=(size, size),
-        mask_mod=rules,
+        mask_mod=mask.predicate,
         **tensors,
     )

@@ -174,6 +174,7 @@ class HostPages:
         self.pages = self.used = 0  # pages allocated, and pages that hold data
         self.offloaded = self.stayed = 0  # counts of tensors; stayed: no memory was left
         self.in_flight, self.open = [], True  # copies that are not finished
+        self.last = lambda: None  # the last layer input
 
     @property
     def host_bytes(self) -> int:  # used or free
@@ -230,8 +231,6 @@ class HostPages:
 # %% ../../nbs/model/18_offload.ipynb #228d27ec
 class HostStore(HostPages):
     "Host memory for tensors that backward will need: pinned pages, used again from step to step."
-
-    last = staticmethod(lambda: None)  # the last layer input
 
     def offload(
         self,

@@ -79,7 +79,7 @@ def _refill_derived(static, source):
             if kept == "dense":
                 refill(old, source.dense())
             else:
-                refill(_tensors(old), _tensors(source.block(*kept)))
+                refill(_tensors(old), _tensors(source.block(kept)))
     for window, masks in getattr(static, "_masks", {}).items():  # of `Sharing`
         refill(masks, source.masks(window))
 

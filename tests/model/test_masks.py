@@ -262,19 +262,6 @@ def test_a_mask_is_built_once_and_does_not_change(monkeypatch):
         mask.q_len = 5
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("pads", [None, torch.tensor([0, 9])])
-def test_a_window_that_is_read_gives_the_same_mask_and_blocks(window, pads):
-    mask = Mask(pads, 30, 40, 10, window)
-    read, written = mask.block(8, window_as_data=True), mask.block(8)
-    assert read is mask.block(8, window_as_data=True) and read is not written
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_q_num_blocks"):
-        assert torch.equal(getattr(read, name), getattr(written, name)), name
-    b, q, kv = (torch.arange(n) for n in (1 if pads is None else 2, 30, 40))
-    allowed = read.mask_mod(b[:, None, None], None, q[None, :, None], kv[None, None, :])
-    assert torch.equal(allowed.expand(mask.dense().shape), mask.dense())
-
-
 def test_without_padding_batch_and_heads_broadcast():
     mask = Mask(None, 200, 200)
     assert (
