@@ -282,12 +282,15 @@ def _served(
         from grpo_nb.model.tiny import tiny_gpt_oss
 
         return tiny_gpt_oss()
+    from torch import cuda
     from transformers import AutoTokenizer
 
     from grpo_nb.recipe import is_function, recipe_of
     from grpo_nb.script import model_of
 
-    model, tokenizer = model_of(recipe_of({"model_name_or_path": name}))
+    # a card draws 16 bits by kernels, and a trainer computes in what the checkpoint is written in
+    as_written = {"dtype": "auto"} if cuda.is_available() and not is_function(name) else {}
+    model, tokenizer = model_of(recipe_of({"model_name_or_path": name} | as_written))
     if tokenizer is None and is_function(name):
         raise ValueError(
             f"{name} returns a model without a tokenizer, and requests may be texts: let it return "
