@@ -743,6 +743,14 @@ def parts_of(name, skipped=5):
     return mean | {"rest": statistics.mean(one["step_time"] for one in log) - sum(mean.values())}
 
 
+def parts_of_shares(name):
+    "Median seconds of an update in two shares by part, without the first."
+    clocks = two_cards_run(name)["updates"][1:]
+    parts = {key: statistics.median(one[key] for one in clocks) for key in ("sample", "train")}
+    whole = statistics.median(one["seconds"] for one in clocks)
+    return parts | {"rest": whole - sum(parts.values())}
+
+
 def stacked(y, name, parts, scale):
     "A bar of parts in seconds, and their sum."
     yield text(16, y - 7, name, anchor="start")
@@ -775,11 +783,12 @@ def planned_beside(y, name, planned, torch_peak, driver, scale):
 
 
 @diagram(
-    666,
+    766,
     "Two cards",
     "Two H200. Above: seconds of an update of a 0.5B on GSM8K, by part. One card with 256 "
     "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that trains "
-    "beside one on which vLLM draws 3.7. In the middle: while vLLM draws, the card that trains is "
+    "beside one on which vLLM draws 3.7. Then an update of Qwen3-32B in two shares: grpo_nb's "
+    "takes 7, TRL's 26. In the middle: while vLLM draws, the card that trains is "
     "busy in short bursts, and the other one at some 40 percent. Below: GiB on a card, as "
     "planned and as measured, of Qwen3-32B in two shares and of gpt-oss-20b on both.",
     shown=412,
@@ -800,13 +809,16 @@ def two_cards():
     }
     for i, (run, name) in enumerate(names.items()):
         yield from stacked(82 + 50 * i, name, parts_of(run), 98)
-    yield text(16, 282, "busy, 20 seconds of the last", "soft", anchor="start")
+    shared = {"fsdp_32b_64": "Qwen3-32B in two shares (another scale)", "trl_32b_64": "TRL, the same"}
+    for i, (run, name) in enumerate(shared.items()):
+        yield from stacked(282 + 50 * i, name, parts_of_shares(run), 13.5)
+    yield text(16, 382, "busy, 20 seconds of vLLM's run", "soft", anchor="start")
     trains, draws = two_cards_run("vllm_1")["busy"]
     start = len(trains) - 60
-    yield from busy(290, "trains", trains[start:])
-    yield from busy(334, "draws", draws[start:])
-    yield text(16, 404, "GiB on a card, planned: measured", "soft", anchor="start")
-    y = 436
+    yield from busy(390, "trains", trains[start:])
+    yield from busy(434, "draws", draws[start:])
+    yield text(16, 504, "GiB on a card, planned: measured", "soft", anchor="start")
+    y = 536
     for run, model in (("fsdp_32b", "Qwen3-32B, shares"), ("oss_two", "gpt-oss-20b, whole")):
         record = two_cards_run(run)
         for part, moment, words in (("sample", "rollout", "draws"), ("train", "layer", "trains")):
