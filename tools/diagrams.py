@@ -809,7 +809,10 @@ def two_cards():
     }
     for i, (run, name) in enumerate(names.items()):
         yield from stacked(82 + 50 * i, name, parts_of(run), 98)
-    shared = {"fsdp_32b_64": "Qwen3-32B in two shares (another scale)", "trl_32b_64": "TRL, the same"}
+    shared = {
+        "fsdp_32b_64": "Qwen3-32B in two shares (another scale)",
+        "trl_32b_64": "TRL, the same",
+    }
     for i, (run, name) in enumerate(shared.items()):
         yield from stacked(282 + 50 * i, name, parts_of_shares(run), 13.5)
     yield text(16, 382, "busy, 20 seconds of vLLM's run", "soft", anchor="start")
