@@ -386,8 +386,9 @@ def _as_flags(
     "The differences of two setups as flags of this command."
     changes, now = after.differences(before), after.settings()
     flags = []
-    for name in named.keys() - {"card", *_LEFT_OUT}:
-        if (value := changes.get(name)) is not None:
+    for name in named:
+        value = changes.get(name)
+        if value is not None and name not in ("card", *_LEFT_OUT):
             value = [value] if isinstance(value, (int, str)) else value
             flags.append(" ".join([named[name], *(f"{one}" for one in value if one is not True)]))
     if not changes.keys().isdisjoint(_OFFLOADS.values()):
