@@ -393,18 +393,7 @@ def standard(setup: Setup) -> Plan:
     )
 
 # %% ../../nbs/planning/01_plan.ipynb #073b5c0d
-_LETTERS = {
-    "weights": "W",
-    "copies": "C",
-    "adapters": "a",
-    "kv": "k",
-    "hidden": "h",
-    "attention": "t",
-    "mlp": "m",
-    "logits": "l",
-    "pictures": "p",
-    "context": ".",
-}
+_LETTERS = dict(zip(PARTS, "WCakphtml.", strict=True))  # part -> its letter in a bar
 
 
 def _bar(parts, scale, width, mark):
