@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # One card trains and the other draws: one_draws.sh vllm|ours STALENESS..., with CUDA_VISIBLE_DEVICES=A,B
-# and MODEL, DATA, OUT, VLLM (vllm's command) in the environment; UPDATES of each (30). A run and a
-# server of its own for each staleness, and one whose server is killed at its fifth update (`killed`
-# in place of a number); each leaves $OUT/WHO_STALENESS.json and, every half second, how busy both
-# cards were in .csv.
+# and MODEL, DATA, OUT, VLLM (vllm's command) in the environment; UPDATES of each (30). One server
+# draws for all of them: give each number more than once, in turn (0 1 2 0 1 2), since a server's
+# pace drifts. `killed` in place of a number comes last: the server is killed at its fifth update.
+# Run N leaves $OUT/WHO_STALENESS_N.json and, every half second, how busy both cards were in .csv.
 set -euo pipefail
 who=$1; shift
 trains=${CUDA_VISIBLE_DEVICES%%,*} draws=${CUDA_VISIBLE_DEVICES##*,} port=$((8000 + ${CUDA_VISIBLE_DEVICES%%,*}))
@@ -18,11 +18,13 @@ serve() {  # in a process group of its own, so that all of it can be ended
   fi
   server=$!
   for _ in $(seq 240); do answers && return; kill -0 $server || exit 1; sleep 1; done
+  echo "no answer at port $port after 240 s: see $OUT/$1.server"; exit 1
 }
 if answers; then echo "something answers at port $port already: end it first"; exit 1; fi
+serve "$who"
+number=0
 for staleness; do
-  name=${who}_$staleness
-  serve "$name"
+  number=$((number + 1)) name=${who}_${staleness}_$number
   nvidia-smi -i "$trains,$draws" --query-gpu=timestamp,index,utilization.gpu,memory.used --format=csv,noheader,nounits -lms 500 > "$OUT/$name.csv" 2>/dev/null & watch=$!
   CUDA_VISIBLE_DEVICES=$trains python benchmarks/gsm8k.py "$MODEL" --data "$DATA" --out "$OUT" run --batch 256 --updates "${UPDATES:-30}" --no-before --no-after \
     --server "http://127.0.0.1:$port" --staleness "${staleness/killed/1}" --name "$name" > "$OUT/$name.log" 2>&1 & run=$!
@@ -32,6 +34,5 @@ for staleness; do
   fi
   wait $run || [ "$staleness" = killed ]
   kill $watch 2>/dev/null || true
-  kill -9 -- -$server 2>/dev/null || true
-  while answers; do sleep 1; done
 done
+kill -9 -- -$server 2>/dev/null || true
