@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .batching import check_whole
+
 # %% ../../nbs/algorithm/04_logprobs.ipynb #27283630
 def _check_index(index, vocab):
     """Refuse an index outside the vocabulary (reads `index` once, which waits for a GPU; skipped
@@ -71,14 +73,6 @@ def selective_log_softmax(
     return selected - logits.logsumexp(-1)  # (B, T)
 
 # %% ../../nbs/algorithm/04_logprobs.ipynb #2e25fee0
-def _check_count(name, value):
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"{name} is {value!r}, but it counts pieces: give a whole number of at least 1, "
-            "or None for the default"
-        )
-
-
 def _ceil_divide(a, b):
     return -(-a // b)
 
@@ -92,7 +86,7 @@ def hidden_state_bytes(
     element_bytes: int = 2,  # 2 for bf16 and float16, 4 for float32
 ) -> int:  # bytes
     "What the hidden states of one piece of the batch weigh."
-    _check_count("mini_batch", mini_batch)
+    check_whole("mini_batch", mini_batch)
     return _ceil_divide(batch, mini_batch) * length * hidden * element_bytes
 
 
@@ -107,8 +101,8 @@ def logit_bytes(
     element_bytes: int = 4,  # 4 for float32, in which the softmax is computed; 2 for bf16
 ) -> int:  # bytes
     "What the logits of one chunk weigh."
-    _check_count("mini_batch", mini_batch)
-    _check_count("logit_chunk_multiplier", logit_chunk_multiplier)
+    check_whole("mini_batch", mini_batch)
+    check_whole("logit_chunk_multiplier", logit_chunk_multiplier)
     rows = _ceil_divide(_ceil_divide(batch, mini_batch) * length, logit_chunk_multiplier)
     return rows * vocab * element_bytes
 
@@ -191,9 +185,9 @@ def chunk_rows(
 ) -> list[tuple[int, int]]:
     "Where the chunks of a flattened batch begin and end."
     pieces = 1 if mini_batch is None else mini_batch
-    _check_count("mini_batch", pieces)
+    check_whole("mini_batch", pieces)
     if logit_chunk_multiplier is not None:
-        _check_count("logit_chunk_multiplier", logit_chunk_multiplier)
+        check_whole("logit_chunk_multiplier", logit_chunk_multiplier)
     pieces, chunks = min(pieces, batch), []
     for i in range(pieces):
         start, stop = batch * i // pieces * length, batch * (i + 1) // pieces * length
@@ -424,7 +418,7 @@ def choose_chunks(
     given = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
     for name, value in {"batch": batch, "length": length, **given}.items():
         if value is not None:
-            _check_count(name, value)
+            check_whole(name, value)
 
     def states(pieces):
         how = dict(mini_batch=pieces, element_bytes=hidden_element_bytes)

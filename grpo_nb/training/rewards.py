@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['EVENT_LOOPS', 'KEYWORDS', 'RewardError', 'reward_name', 'reward_names', 'as_scores', 'TooLate', 'EventLoop',
-           'run_coroutines', 'CallThread', 'call_within', 'can_be_copied', 'sendable', 'answer_and_exit', 'CallProcess',
-           'own', 'answers_of', 'checked_scores', 'scores_of_late', 'check_judged', 'score_completions', 'loading',
-           'check_classifier', 'ModelReward', 'reward_functions']
+           'awaited', 'run_coroutines', 'CallThread', 'call_within', 'can_be_copied', 'sendable', 'answer_and_exit',
+           'CallProcess', 'own', 'answers_of', 'checked_scores', 'scores_of_late', 'check_judged', 'score_completions',
+           'loading', 'check_classifier', 'ModelReward', 'reward_functions']
 
 # %% ../../nbs/training/03_rewards.ipynb #90ccbcee
 import asyncio
@@ -21,6 +21,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from itertools import count
@@ -107,38 +108,36 @@ class EventLoop(threading.Thread):
 EVENT_LOOPS: list[EventLoop] = []
 
 
+async def awaited(
+    coroutine,  # an awaitable
+    timeout_s: float | None,  # None: as long as it takes
+) -> Any:  # what it returned or raised; `TooLate` if it was not done
+    "Await one of several, whose errors are answers."
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await coroutine
+    except BaseException as error:  # SystemExit would end the loop
+        late = limit.expired() and isinstance(error, TimeoutError)
+        return TooLate() if late else error
+
+
 def run_coroutines(
     coroutines: list,  # awaitables, begun together
     timeout_s: float | None = None,  # for all of them; None: as long as it takes
 ) -> list:  # what each returned or raised; `TooLate` for one that was not done
     "Await all of them in the event loop of another thread, so that it works inside a notebook too."
-    results: list = [TooLate()] * len(coroutines)
     if not EVENT_LOOPS:
         EVENT_LOOPS.append(EventLoop())
     # a coroutine that calls this function would wait for its own loop: it gets another
     inside = isinstance(threading.current_thread(), EventLoop)
-    thread = EventLoop() if inside else EVENT_LOOPS[-1]
-
-    async def one(k, coroutine):
-        try:
-            async with asyncio.timeout(timeout_s) as limit:
-                results[k] = await coroutine
-        except BaseException as error:  # SystemExit would end the loop
-            late = limit.expired() and isinstance(error, TimeoutError)
-            results[k] = TooLate() if late else error
-
-    async def gather():
-        await asyncio.gather(*(one(k, coroutine) for k, coroutine in enumerate(coroutines)))
-
-    future = asyncio.run_coroutine_threadsafe(gather(), thread.loop)
-    try:
-        future.result(None if timeout_s is None else timeout_s + 0.25)
-    except TimeoutError:
-        if not inside:
-            EVENT_LOOPS.append(EventLoop())  # a coroutine blocks the old loop, which stays blocked
+    loop = (EventLoop() if inside else EVENT_LOOPS[-1]).loop
+    begun = [asyncio.run_coroutine_threadsafe(awaited(one, timeout_s), loop) for one in coroutines]
+    late = wait(begun, None if timeout_s is None else timeout_s + 0.25).not_done
+    if late and not inside:
+        EVENT_LOOPS.append(EventLoop())  # a coroutine blocks the old loop, which stays blocked
     if inside:
-        thread.loop.call_soon_threadsafe(thread.loop.stop)
-    return list(results)
+        loop.call_soon_threadsafe(loop.stop)
+    return [TooLate() if one in late else one.result() for one in begun]
 
 # %% ../../nbs/training/03_rewards.ipynb #7942b2ff
 class CallThread(threading.Thread):
