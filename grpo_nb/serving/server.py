@@ -43,7 +43,6 @@ from grpo_nb.serving.vllm_requests import (
     choices_of,
     has_few_survivors,
     most_tokens,
-    rendering,
     request_body,
     request_seeds,
     rollout_of,
@@ -230,7 +229,10 @@ class ServerAttempts(ServerChecks):
     ) -> tuple[int, Any]:  # status, and the answer; ServerError
         "Ask for completions; pictures beside token ids are read first."
         if "pictures" in body:
-            status, answer = address.ask(*rendering(body), together=together)
+            alone = [{"role": "user", "content": body["pictures"]}]
+            asked = {"model": body["model"], "messages": alone}
+            route = "/v1/chat/completions/render"
+            status, answer = address.ask(route, asked, together=together)
             if status != 200:
                 return status, answer
             body = with_features(body, answer)

@@ -19,6 +19,7 @@ from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.serving import stand_in
 from grpo_nb.serving.addresses import ServerError
 from grpo_nb.serving.stand_in import StandIn, serving
+from grpo_nb.serving.vllm_requests import with_features
 from grpo_nb.training.data import prompt_token_ids
 from grpo_nb.training.guard import SamplerMismatch
 
@@ -105,7 +106,7 @@ class Sees(StandIn):
         place = self.adapters.model.config.image_token_id
         for one in seen["mm_placeholders"]["image"]:
             piece = ids[one["offset"] :][: one["length"]]
-            assert len(piece) == 6 and piece.count(place) == 4
+            assert piece == [place] * 4
         assert len(seen["kwargs_data"]["image"]) * 4 == ids.count(place)
         pixels = torch.tensor([json.loads(one) for one in seen["kwargs_data"]["image"]])
         params = asked["sampling_params"]
@@ -194,7 +195,7 @@ def test_token_ids_with_pictures_between_them(chats, tmp_path, monkeypatch):
         monkeypatch.setattr(
             Sees, "render", lambda self, asked: {"token_ids": [1], "features": None}
         )
-        with pytest.raises(ValueError, match="reads pictures as other tokens"):
+        with pytest.raises(ValueError, match="does not fit between them"):
             sampler.generate([later], params)
         monkeypatch.setattr(stand_in, "POST", stand_in.POST[:-1])
         with pytest.raises(ServerError, match="need vLLM's --enable-scale-out"):
@@ -202,6 +203,32 @@ def test_token_ids_with_pictures_between_them(chats, tmp_path, monkeypatch):
     wanted = RolloutEngine(model, processor.tokenizer).generate([written, later], params)
     assert torch.equal(drawn.completion_ids, wanted.completion_ids)
     torch.testing.assert_close(drawn.logps, wanted.logps, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"token_ids": [5, 8, 7, 8, 6]}, "fit between them .other tokens than here"),
+    ({"token_ids": [5, 7, 9, 7, 6]}, "placeholders with marks between them"),
+    ({"kwargs_data": {"image": [None]}}, "--mm-processor-cache-gb 0"),
+    ({"kwargs_data": None}, "--mm-processor-cache-gb 0"),
+    ({"mm_placeholders": {"image": []}}, "0 of 1 pictures"),
+    ({"mm_placeholders": {}}, "fit between them .'image'"),
+])  # fmt: skip
+def test_what_a_server_makes_of_pictures_has_to_fit(change, sentence):
+    body = {"prompt": [[1, 5, 7, 9, 7, 6, 5, 7, 7, 7, 6, 2]], "place": 7, "pictures": ["?"]}
+    answer = {
+        "token_ids": [3, 5, 7, 7, 7, 6],
+        "features": {
+            "mm_placeholders": {"image": [{"offset": 1, "length": 5}]},
+            "kwargs_data": {"image": ["data"]},
+        },
+    }
+    seen = with_features(body, answer)["features"]
+    assert seen["mm_placeholders"] == {"image": [{"offset": 7, "length": 3}]}
+    if ids := change.pop("token_ids", None):
+        answer["token_ids"] = [3, *ids]
+    answer["features"] |= change
+    with pytest.raises(ValueError, match=sentence):
+        with_features(body, answer)
 
 
 def run_on(folder, kind, tools=None):
