@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS', 'AS_DATA', 'SHOWN', 'WRITTEN', 'USED_HERE',
            'SEEING', 'PLACE', 'CHAT', 'SeenPrompt', 'pixels_of', 'rows_of', 'Sight', 'sight_of', 'joined',
-           'picture_places', 'picture_inputs', 'in_order', 'equal_pixels', 'told_apart', 'inputs_of_row',
-           'without_token', 'thumbnails', 'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row',
-           'WrittenPrompt', 'with_pictures', 'before_text', 'as_picture', 'first_words', 'in_grid', 'in_lines',
-           'in_tiles', 'between_marks', 'PictureProcessor', 'load_processor', 'read_pictures', 'read_written',
-           'placeholder_of', 'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
+           'picture_inputs', 'in_order', 'equal_pixels', 'told_apart', 'inputs_of_row', 'without_token', 'thumbnails',
+           'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures',
+           'before_text', 'as_picture', 'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks',
+           'PictureProcessor', 'load_processor', 'read_pictures', 'read_written', 'placeholder_of', 'check_sees',
+           'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
 import base64
@@ -151,16 +151,18 @@ def joined(
     return result
 
 # %% ../../nbs/model/28_pictures.ipynb #0bdf1bb3
-def picture_places(
+def picture_inputs(
     model: Any,  # of transformers, PEFT-wrapped or not
     pixels: Sequence[Mapping[str, torch.Tensor] | None],  # in the order of the rows' pictures
     ids: torch.Tensor,  # (B, L)
     mask: torch.Tensor,  # (B, L) bool, True = a real token
+    whole: bool = True,  # False: what is said of the tokens alone, without the pictures' tensors
     # arguments for the model, and (B, 1) what is added to the number of the tokens before a later
     # one to get its place; None: nothing
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    "Which tokens are pictures, and the places of all in rows and columns, as a family asks it."
-    base, sight, given = base_causal_model(model), sight_of(model), {}
+    "What a model is called with, beside token ids, in order to see the pictures of a batch."
+    base, sight = base_causal_model(model), sight_of(model)
+    given = joined(pixels, sight, ids.device, base.dtype) if whole else {}
     seen = (ids == base.config.image_token_id) & mask  # (B, L)
     if sight.kinds:
         given[sight.kinds] = seen.long()
@@ -173,19 +175,6 @@ def picture_places(
         **joined(pixels, Sight(("image_grid_thw",)), ids.device),
     )
     return given | {"position_ids": places}, ahead  # (3, B, L), (B, 1)
-
-
-def picture_inputs(
-    model: Any,  # of transformers, PEFT-wrapped or not
-    pixels: Sequence[Mapping[str, torch.Tensor] | None],  # in the order of the rows' pictures
-    ids: torch.Tensor,  # (B, L)
-    mask: torch.Tensor,  # (B, L) bool, True = a real token
-    # arguments for the model, and (B, 1) as `picture_places` gives it
-) -> tuple[dict[str, torch.Tensor], torch.Tensor | None]:
-    "What a model is called with, beside token ids, in order to see the pictures of a batch."
-    given, ahead = picture_places(model, pixels, ids, mask)
-    dtype = base_causal_model(model).dtype
-    return given | joined(pixels, sight_of(model), ids.device, dtype), ahead
 
 # %% ../../nbs/model/28_pictures.ipynb #0b2fe0d3
 def in_order(
@@ -228,7 +217,7 @@ def inputs_of_row(
 ) -> dict[str, torch.Tensor]:
     "What `picture_inputs` gives, for a row in which each prompt and its pictures stand once."
     P, first, order = sharing.shape[1], sharing.first, sharing.order  # (U,), (B,)
-    of_rows, _ = picture_places(model, in_order(of_prompts, of_replies), ids, mask)
+    of_rows, _ = picture_inputs(model, in_order(of_prompts, of_replies), ids, mask, whole=False)
 
     def in_row(x):  # (..., B, P + T) -> (..., 1, N)
         prompts = x[..., first, :P].flatten(-2)[..., sharing.prompt_places]

@@ -231,8 +231,7 @@ class ServerAttempts(ServerChecks):
         if "pictures" in body:
             alone = [{"role": "user", "content": body["pictures"]}]
             asked = {"model": body["model"], "messages": alone}
-            route = "/v1/chat/completions/render"
-            status, answer = address.ask(route, asked, together=together)
+            status, answer = address.ask("/v1/chat/completions/render", asked, together=together)
             if status != 200:
                 return status, answer
             body = with_features(body, answer)
