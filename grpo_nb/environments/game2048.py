@@ -423,6 +423,7 @@ class ProgramRewards:
 
     known = ""  # the settings of the judge, by name
     pays = ()  # the names of its reward functions
+    works, honest = {}, {}  # scale -> stage -> points of the first two
 
     def __init__(
         self,
@@ -461,11 +462,15 @@ class ProgramRewards:
         **columns,  # other columns, not needed
     ) -> list[float | None]:
         "Pays for a program that runs and answers."
-        return self._points(self._works, completions, columns, first=True)
+        return self._points(self._by_stage(self.works), completions, columns, first=True)
 
     def no_cheating(self, completions: list, **columns) -> list[float | None]:
         "Pays for a program that uses only the standard library and what the sandbox allows."
-        return self._points(self._honest, completions, columns)
+        return self._points(self._by_stage(self.honest), completions, columns)
+
+    @staticmethod
+    def _by_stage(points: dict[str, dict[str, float]]) -> Callable:
+        return lambda report, scale: points[scale][report.stage]
 
     def functions(self) -> list[Callable]:
         "All of them, for GRPOTrainer's reward_funcs."
@@ -486,7 +491,7 @@ class StrategyRewards(ProgramRewards):
     "The three rewards of the game, as methods with the signature of reward functions."
 
     known = "target size move_s game_s memory_mb deadline_s"
-    pays = ("function_works", "no_cheating", "strategy_succeeds")
+    pays, works, honest = ("function_works", "no_cheating", "strategy_succeeds"), WORKS, HONEST
 
     def __init__(
         self,
@@ -521,14 +526,6 @@ class StrategyRewards(ProgramRewards):
         judge = functools.partial(judge_strategy, pool=self.pool, seeds=seeds, **self.settings)
         with ThreadPoolExecutor(self.workers) as threads:
             return list(threads.map(judge, texts))
-
-    @staticmethod
-    def _works(report, scale):
-        return WORKS[scale][report.stage]
-
-    @staticmethod
-    def _honest(report, scale):
-        return HONEST[scale][report.stage]
 
     def strategy_succeeds(
         self,

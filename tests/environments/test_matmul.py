@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from grpo_nb.environments import matmul
 from grpo_nb.environments.game2048 import Program, trusted
 from grpo_nb.environments.matmul import (
+    HONEST,
     NAIVE,
+    WORKS,
     MatmulReport,
     MatmulRewards,
     Timing,
@@ -25,7 +27,6 @@ from grpo_nb.environments.matmul import (
     correct_points,
     counted_ms,
     fast_points,
-    honest_points,
     judge_matmul,
     ladder_points,
     matmul_problems,
@@ -35,7 +36,6 @@ from grpo_nb.environments.matmul import (
     speed_steps,
     time_program,
     timing_of,
-    works_points,
 )
 from grpo_nb.environments.sandbox import SandboxPool, SandboxResult
 from grpo_nb.training.rewards import score_completions
@@ -636,8 +636,8 @@ def test_the_published_scale():
         )
         for stage in STAGES
     ]
-    assert [works_points(r, "published") for r in reports] == [-2, -2, -0.5, -2, -0.5, 1, 1]
-    assert [honest_points(r, "published") for r in reports] == [0, 0, -20, 0, 1, 1, 1]
+    assert [WORKS["published"][r.stage] for r in reports] == [-2, -2, -0.5, -2, -0.5, 1, 1]
+    assert [HONEST["published"][r.stage] for r in reports] == [0, 0, -20, 0, 1, 1, 1]
     assert [correct_points(r, "published") for r in reports] == [0, 0, 0, -2, -2, -4.5, 6]
     assert [fast_points(r, "published") for r in reports] == [0.0] * 6 + [2.5]
     assert [
@@ -653,12 +653,12 @@ def test_the_plain_scale():
         for stage in STAGES
     ]
     for count, expected in (
-        (works_points, [0, 0, 0, 0, 0, 1, 1]),
-        (honest_points, [0, 0, 0, 0, 0, 1, 1]),
         (correct_points, [0, 0, 0, 0, 0, 0, 1]),
         (fast_points, [0, 0, 0, 0, 0, 0, 2]),
     ):
         assert [count(r, "plain") for r in reports] == expected
+    assert [WORKS["plain"][r.stage] for r in reports] == [0, 0, 0, 0, 0, 1, 1]
+    assert HONEST["plain"] == WORKS["plain"]
 
 
 @pytest.mark.parametrize("scale", ["plain", "published"])
