@@ -1,5 +1,6 @@
-"""The run of `gsm8k.py` by TRL's and Unsloth's trainers, each with its own fast settings: the same
-weights, rows, completions and number of updates.
+"""The run of `gsm8k.py` by TRL's and Unsloth's trainers, each with vLLM in its process: the same
+weights, rows, completions and number of updates. What `settings` does not name is each one's
+default: Unsloth's optimizer is `adamw_8bit` with a weight decay of .001.
 
     python benchmarks/gsm8k_peers.py trl MODEL --data FOLDER --out DIR
         TRL's GRPOTrainer with vLLM in its process; --liger: Liger's fused loss

@@ -555,7 +555,7 @@ RESULTS = ROOT / "benchmarks/results/gsm8k"
 WORDS = {  # what prompts.json calls them, when the model was not trained
     "box": "before, the trained prompt",
     "teacher": "before, best of five prompts",
-    "eight worked problems": "before, eight examples",
+    "eight worked problems": "before, 8 examples",
 }
 CONTROLS = {"random_0": "1 or 0 by a coin", "box_0": "1 for any number in a box"}
 CONTROLS |= {"supervised_0": "imitating solutions"}
@@ -612,6 +612,11 @@ def chart(title, curves, top, most, shape, last=None):
     yield text(left + width, base + 20, last, "soft", anchor="end")
 
 
+def beside(name, wide, end=0):
+    "Where a name begins: inside its bar, or behind one that is too short for it."
+    return 24 if 8 + 8 * len(name) < wide else 24 + max(wide, end)
+
+
 def shares(top, right, widest, colour):
     "A bar for each share of the test problems; on its foot the 95 % interval over them."
     for i, (name, share) in enumerate(right.items()):
@@ -621,7 +626,7 @@ def shares(top, right, widest, colour):
         yield path(
             f"M{number(16 + low * wide)} {y + 21.5}H{number(16 + high * wide)}", "soft-line", 3
         )
-        yield text(24, y + 16, name, anchor="start")
+        yield text(beside(name, share * wide, high * wide), y + 16, name, anchor="start")
         yield text(444, y + 16, f"{share:.1%}", anchor="end", weight=600)
 
 
@@ -652,8 +657,8 @@ def trained_run():
     "Paid for the form, it stops to think",
     "The same model under a prompt that asks for a last line '#### number'. Paid 1 for the right "
     "number alone, its completions keep some 250 tokens, and it answers 32 percent of the test "
-    "problems right, 17 before. Paid .1 for the form of that line too, completions shrink to 5 "
-    "tokens within nine updates, whatever else is changed, and 2 to 6 percent are right.",
+    "problems right, 17 before. Paid .1 for the form of that line too, completions shrink to fewer "
+    "than 10 tokens within ten updates, whatever else is changed, and 2 to 6 percent are right.",
     shown=412,
 )
 def collapsed_run():
@@ -712,8 +717,9 @@ def beside_peers():
     taken = {name: an_update(run) for name, run in runs.items()}
     for i, (name, seconds) in enumerate(taken.items()):
         (words, colour), y = PEERS[name], 248 + 24 * i
-        yield rect(16, y, seconds / max(taken.values()) * 428, 18, colour)
-        yield text(24, y + 14, words, anchor="start")
+        wide = seconds / max(taken.values()) * 380
+        yield rect(16, y, wide, 18, colour)
+        yield text(beside(words, wide), y + 14, words, anchor="start")
         yield text(444, y + 14, f"{seconds:.1f}", anchor="end", weight=600)
     yield text(16, 340, "1,319 test problems, answered right after", "soft", anchor="start")
     told = {
