@@ -858,7 +858,7 @@ def measured(y, name, share, count, colour):
     "A bar of a share, and its interval in figures."
     low, high = between(share, count)
     yield rect(16, y, share * 220, 22, colour)
-    yield text(24, y + 16, name, anchor="start")
+    yield text(beside(name, share * 220), y + 16, name, anchor="start")
     yield text(444, y + 16, f"{share:.0%} ({low:.0%} to {high:.0%})", anchor="end", weight=600)
 
 
@@ -883,10 +883,11 @@ def laptop_run():
     right = {"grey": [(one["reward"] + 3) / 6 for one in sums["log"]]}
     yield from chart("sums in words: right completions", right.items(), 246, 1, "{:.0%}")
     y = 434
-    yield text(16, y, "100 problems held out, answered greedily", "soft", anchor="start")
+    yield text(16, y, "100 problems held out (seed 2: 200), greedily", "soft", anchor="start")
     count = runs[0]["settings"]["held_out"]
     yield from measured(y + 12, "JSON, before", runs[0]["before"]["greedy"], count, "grey")
     for i, (run, colour) in enumerate(zip(runs, curves)):
+        count = run["settings"]["held_out"]
         name = f"JSON, after, seed {run['settings']['seed']}"
         yield from measured(y + 40 + 28 * i, name, run["after"]["greedy"], count, colour)
     y += 40 + 28 * len(runs)
