@@ -646,7 +646,7 @@ def trained_run():
         (colour, smooth([one["rewards/right/mean"] for one in log]))
         for log, colour in zip(logs, ("blue", "orange", "green"))
     ]
-    yield from chart("right completions in training", curves, 50, 0.5, "{:.0%}")
+    yield from chart("right in training, means of 9 updates", curves, 50, 0.5, "{:.0%}")
     yield text(16, 236, "1,319 test problems, answered right", "soft", anchor="start")
     colours = {"before": "grey", "after": "green"}
     yield from shares(248, right, 0.476, lambda name: colours.get(name.split(",")[0], "orange"))
@@ -711,7 +711,7 @@ def beside_peers():
         )
         for name, run in runs.items()
     ]
-    title = "right completions in training, by seconds"
+    title = "right in training by seconds, means of 9 updates"
     yield from chart(title, curves, 50, 0.5, "{:.0%}", f"{most:.0f} s")
     yield text(16, 236, "seconds of an update", "soft", anchor="start")
     taken = {name: an_update(run) for name, run in runs.items()}
@@ -793,8 +793,8 @@ def planned_beside(y, name, planned, torch_peak, driver, scale):
     "Two cards",
     "Two H200. Above: seconds of an update of a 0.5B on GSM8K, by part. One card with 256 "
     "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that trains "
-    "beside one on which vLLM draws 3.7. Then an update of Qwen3-32B in two shares: grpo_nb's "
-    "takes 7, TRL's 26. In the middle: while vLLM draws, the card that trains is "
+    "beside one on which vLLM draws 3.7 in one run and 5.6 in another. Then an update of "
+    "Qwen3-32B in two shares: grpo_nb's takes 7, TRL's 26. In the middle: while vLLM draws, the card that trains is "
     "busy in short bursts, and the other one at some 40 percent. Below: GiB on a card, as "
     "planned and as measured, of Qwen3-32B in two shares and of gpt-oss-20b on both.",
     shown=412,
@@ -807,11 +807,12 @@ def two_cards():
         (330, "grey", "rest"),
     ):
         yield rect(x, 36, 12, 12, part) + text(x + 18, 48, words, "soft", anchor="start")
+    again = sum(parts_of("vllm_1_fresh").values())
     names = {
         "one_256": "one card, 256 completions",
         "ddp_256": "two cards, 256 together",
         "ddp_512": "two cards, 512 together",
-        "vllm_1": "one trains, vLLM draws on the other, 256",
+        "vllm_1": f"one trains, vLLM draws; once more: {again:.1f} s",
     }
     for i, (run, name) in enumerate(names.items()):
         yield from stacked(82 + 50 * i, name, parts_of(run), 98)
