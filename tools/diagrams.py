@@ -792,11 +792,12 @@ def planned_beside(y, name, planned, torch_peak, driver, scale):
     766,
     "Two cards",
     "Two H200. Above: seconds of an update of a 0.5B on GSM8K, by part. One card with 256 "
-    "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that trains "
-    "beside one on which vLLM draws 3.7 in one run and 5.6 in another. Then an update of "
-    "Qwen3-32B in two shares: grpo_nb's takes 7, TRL's 26. In the middle: while vLLM draws, the card that trains is "
-    "busy in short bursts, and the other one at some 40 percent. Below: GiB on a card, as "
-    "planned and as measured, of Qwen3-32B in two shares and of gpt-oss-20b on both.",
+    "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that "
+    "trains beside one on which vLLM draws 3.7 in one run and 5.6 in another. Then an update of "
+    "Qwen3-32B in two shares: grpo_nb's takes 7, TRL's 26. In the middle: while vLLM draws, the "
+    "card that trains is busy in short bursts, and the other one at some 40 percent. Below: GiB "
+    "on a card, as planned and as measured, of Qwen3-32B in two shares and of gpt-oss-20b on "
+    "both.",
     shown=412,
 )
 def two_cards():
