@@ -19,10 +19,9 @@ kernels are compiled, is not counted, the second one is, and its parts: "sample"
 completions, "score" is the rewards (a count of letters, nothing to speak of), "train" is log-probs,
 loss and backward of all micro-batches, "update" the optimizer. Completions end only at their full
 length (a random model hardly ever draws its end token). "compiled" is what torch.compile (frames)
-and Triton (kernels) spent on the first step in this process; kernels that copies of the process
-compiled (from four cores on) and those of an earlier run are found in the cache. "peak" is torch's,
-"driver" what the driver has given away. Unsloth: its GRPOTrainer with the same settings, sampling
-by its own generate. The last line is JSON.
+and Triton (kernels) spent on the first step; those of an earlier run are found in the cache.
+"peak" is torch's, "driver" what the driver has given away. Unsloth: its GRPOTrainer with the same
+settings, sampling by its own generate. The last line is JSON.
 """
 
 import dataclasses

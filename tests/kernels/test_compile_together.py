@@ -1,17 +1,14 @@
 """A pass that launches nothing lists what a step launches and leaves its tensors alone; what is
 listed is compiled at once. (How long that takes is a card's to say: tests/gpu/test_decoder.py.)"""
 
-import gc
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
-from contextlib import suppress
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,89 +188,8 @@ def test_what_is_compiled_is_loaded_in_the_same_thread(loads):
         return kernel
 
     with module._Pool(2) as pool:
-        later = pool.submit(compile)
-        assert pool.given == [compile] and not compiled_in
-        pool.opened.set()
-        assert later.result() is kernel
+        assert pool.submit(compile).result() is kernel
     assert kernel.threads == compiled_in != [threading.get_ident()]
-
-
-def in_a_file(folder, number):
-    "Writes down who compiled it, and what a copy is not to have."
-    about = os.getpid(), gc.isenabled(), signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    (folder / str(number)).write_text(json.dumps(about))
-    print("one for", number)
-    os.write(2, b"an assembler's complaint")
-    return SimpleNamespace(src=folder, metadata=number)
-
-
-@pytest.fixture
-def card(monkeypatch):
-    "A driver that leaves a file for each launcher."
-    made = SimpleNamespace(launcher_cls=lambda src, number: (src / f"launcher {number}").touch())
-    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=made))
-
-
-def alive(process):
-    with suppress(ProcessLookupError):
-        os.kill(process, 0)
-        return True
-    return False
-
-
-def test_copies_of_the_process_compile_and_leave_the_results_on_disk(tmp_path, card, capfd):
-    """One that fails is compiled again by who loads it; with few cores there are no copies. A copy
-    has no collector and none of the process's handlers of signals, and says nothing."""
-    heard = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        compiles, done = [partial(in_a_file, tmp_path, n) for n in range(9)], []
-        compiles[4] = partial(int, "no kernel")
-        module.compile_in_copies(compiles, 3, lambda: done.append(1))
-        assert not done and not list(tmp_path.iterdir())
-        module.compile_in_copies(compiles, 4, lambda: done.append(1))
-    finally:
-        signal.signal(signal.SIGTERM, heard)
-    files = {p.name: p for p in tmp_path.iterdir()}
-    launchers = {files.pop(name) for name in list(files) if name.startswith("launcher")}
-    assert sorted(files) == ["0", "1", "2", "3", "5", "6", "7", "8"] and len(launchers) == 8
-    by, collects, plain = zip(*(json.loads(p.read_text()) for p in files.values()))
-    assert os.getpid() not in by and len(set(by)) <= 4 and len(done) == 9
-    assert not any(collects) and all(plain) and gc.isenabled()
-    assert not any(map(alive, by)) and capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("broken", [partial(time.sleep, 600), partial(os._exit, 1)])
-def test_a_copy_that_waits_or_dies_is_given_up(broken, tmp_path, card, monkeypatch):
-    monkeypatch.setattr(module, "PATIENCE", 2.0)
-    compiles = [broken, *(partial(in_a_file, tmp_path, n) for n in range(5))]
-    began, done = time.monotonic(), []
-    module.compile_in_copies(compiles, 4, lambda: done.append(1))
-    assert time.monotonic() - began < 30 and len(done) == len(list(tmp_path.glob("?"))) == 5
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
-
-
-def test_where_a_copy_is_killed_nobody_waits(tmp_path, card, monkeypatch):
-    "A system without memory ends one of them; one that has nothing to do holds no lock."
-    monkeypatch.setattr(module, "PATIENCE", 60.0)
-
-    def killed():
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    compiles = [*[killed] * 4, *(partial(in_a_file, tmp_path, n) for n in range(5))]
-    began = time.monotonic()
-    module.compile_in_copies(compiles, 4, lambda: None)  # all of them
-    assert time.monotonic() - began < 20
-
-
-def test_a_system_without_processes_has_threads(monkeypatch):
-    def refused():
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(os, "fork", refused)
-    module.compile_in_copies([int] * 9, 8, lambda: pytest.fail("done"))
-    assert gc.isenabled() and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 WIRED = """
@@ -306,14 +222,13 @@ def work():
         for V in (100, 101, 96):
             compile_softmax(dtype, V)
 
-module.PATIENCE = 300.0
 count = module.compile_together(work, threads=4)
 print(json.dumps([count, module.compile_together(work, threads=4), heard]))
 """
 
 
 @pytest.mark.long
-def test_what_copies_compiled_is_read_by_the_threads(tmp_path):
+def test_threads_compile_what_was_not_compiled_early(tmp_path):
     "With Triton's own compiler, for a card that is not here."
     made = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     made |= {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_DEFAULT_FP_FUSION": "1"}
@@ -324,12 +239,12 @@ def test_what_copies_compiled_is_read_by_the_threads(tmp_path):
     (cached, thread), *others = heard
     assert not cached and thread == "compile_early"
     assert count == len(others) == 5 and not again  # V that 16 divides or not; one was early
-    assert all(hit and name.startswith("ThreadPoolExecutor") for hit, name in others)
+    assert all(not hit and name.startswith("ThreadPoolExecutor") for hit, name in others)
 
 
 def test_an_interruption_ends_it(monkeypatch):
-    "Ctrl-C while copies work: nothing that has not begun is compiled."
-    kernel, begun = Launched(), []
+    "Ctrl-C while threads compile: what has not begun is not compiled."
+    kernel, begun, go = Launched(), [], threading.Event()
 
     class Mode:
         def __init__(self, pool, ignore_errors):
@@ -339,11 +254,14 @@ def test_an_interruption_ends_it(monkeypatch):
             return self
 
         def __exit__(self, *error):
-            for future in self.raw_futures:
-                assert isinstance(future.exception(30), CancelledError)
+            go.set()
+            first, second = self.raw_futures
+            assert first.result(30) is None and isinstance(second.exception(30), CancelledError)
 
-    def run(self, *args, grid, warmup, **constants):
-        made.raw_futures.append(made.pool.submit(partial(begun.append, args)))
+    def run(self, number, *, grid, warmup):
+        made.raw_futures.append(
+            made.pool.submit(lambda: begun.append(number) or go.wait(30) and None)
+        )
 
     def enter(pool, ignore_errors):
         nonlocal made
@@ -353,31 +271,34 @@ def test_an_interruption_ends_it(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
+    def work():
+        kernel.run(1, grid=(1,), warmup=False)
+        kernel.run(2, grid=(1,), warmup=False)
+
     made = None
     monkeypatch.setattr(Launched, "run", run)
     monkeypatch.setattr(triton, "JITFunction", Launched)
     monkeypatch.setattr(triton, "AsyncCompileMode", enter)
     monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
-    monkeypatch.setattr(module, "compile_in_copies", interrupted)
+    monkeypatch.setattr(module, "as_completed", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2)
-    assert len(made.raw_futures) == 1 and not begun
+        compile_together(work, threads=1)
+    assert begun == [1]
 
 
 def test_what_is_compiled_early_is_waited_for(monkeypatch):
-    "A copy of the process would find the compiler's locks held, by a thread that it has not."
+    "Each of the threads would prepare the same again."
     go, kernel, order = threading.Event(), Launched(), []
     compile_early(lambda: order.append("early") if go.wait(30) else None)
     compile_early(partial(int, "an error stays there"))
     monkeypatch.setattr(triton, "JITFunction", Launched)
     monkeypatch.setattr(module, "kernels_in_use", lambda: [kernel])
-    monkeypatch.setattr(module, "compile_in_copies", lambda _, count, __: order.append(count))
+    monkeypatch.setattr(
+        module, "_Pool", lambda count: order.append(count) or ThreadPoolExecutor(count)
+    )
     threading.Timer(0.3, go.set).start()
     assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
-    assert order == ["early", 2] and not module._early
-    monkeypatch.setattr(triton.knobs.compilation, "always_compile", True)  # nothing is read back
-    assert compile_together(lambda: kernel.run(1, grid=(1,), warmup=False), threads=2) == 0
-    assert order == ["early", 2, 0]
+    assert order == ["early", 2]
 
 
 class Launched:
