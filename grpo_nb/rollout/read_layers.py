@@ -28,6 +28,7 @@ from ..model.limits import FAMILIES, Family
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
 from .decode_ops import ACTIVATIONS, DecodeState, DenseLayer, Norm, Projection
+from .sampling import evaluating
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #c861165d
 class CannotRead(Exception):
@@ -399,8 +400,6 @@ def tried(
     window: int = 0,  # the largest that a row has to outgrow
 ) -> str | None:  # None: it computes what the model computes
     "`difference` as completions are drawn, or the error that a trial ended in."
-    from grpo_nb.rollout.engine import evaluating
-
     device, cast = decoder.device.type, autocast_dtype is not None
     with evaluating(model), torch.autocast(device, autocast_dtype) if cast else nullcontext():
         rows = rows_to_try(decoder.head.weight.shape[0], window, special_tokens(model.config))

@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['GOLDEN', 'MIX', 'MOST_SURVIVORS', 'TIES', 'SamplingParams', 'apply_temperature', 'keep_top_k', 'keep_top_p',
            'keep_min_p', 'apply_repetition_penalty', 'processed_log_probs', 'uniform_numbers', 'draw', 'stream_keys',
-           'behind', 'stream_numbers', 'sample_tokens', 'Survivors', 'room_for_survivors', 'sample_recorded', 'sample',
-           'SurvivorRecord']
+           'behind', 'stream_numbers', 'sample_tokens', 'evaluating', 'Survivors', 'room_for_survivors',
+           'sample_recorded', 'sample', 'SurvivorRecord']
 
 # %% ../../nbs/rollout/01_sampling.ipynb #3d6caef3
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -273,6 +274,23 @@ def sample_tokens(
         return draw(processed_log_probs(logits, params, seen), generator, uniform)
     tokens = _penalised(logits, params, seen).argmax(-1)  # (N,)
     return tokens, logits.float().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+# %% ../../nbs/rollout/01_sampling.ipynb #696c8695
+@contextmanager
+def evaluating(
+    model: torch.nn.Module,  # in any mode
+):
+    """Evaluation mode without gradients. At the end, also after an error, each module has its own
+    mode back."""
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad():
+            yield model
+    finally:
+        for module in training:
+            module.training = True
 
 # %% ../../nbs/rollout/01_sampling.ipynb #0b43ea36
 MOST_SURVIVORS = 128  # ids kept of a token, four bytes each

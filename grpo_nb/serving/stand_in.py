@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 from ..algorithm.logprobs import selective_log_softmax
 from ..model.export import no_file_bars
 from ..model.memory_bytes import longest_sequence
-from ..rollout.engine import RolloutEngine, evaluating
+from ..rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import (
     Rollout,
     default_stop_token_ids,
@@ -47,7 +47,7 @@ from grpo_nb.rollout.rollout import (
     text_token_ids,
     turn_closer,
 )
-from ..rollout.sampling import SamplingParams
+from ..rollout.sampling import SamplingParams, evaluating
 
 # %% ../../nbs/serving/07_stand_in.ipynb #0738a017
 KINDS = {401: "UnauthorizedError", 403: "PermissionDeniedError", 404: "NotFoundError"}

@@ -23,8 +23,13 @@ from accelerate import Accelerator
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ..algorithm.batching import BatchLayout
-from ..rollout.engine import evaluating
-from ..rollout.sampling import MOST_SURVIVORS, TIES, SamplingParams, room_for_survivors
+from grpo_nb.rollout.sampling import (
+    MOST_SURVIVORS,
+    TIES,
+    SamplingParams,
+    evaluating,
+    room_for_survivors,
+)
 from ..serving.server import VLLMServer
 from ..serving.vllm_requests import has_few_survivors
 from .config import GRPOConfig, warn

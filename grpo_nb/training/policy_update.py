@@ -37,7 +37,7 @@ from ..model.fused_layers import slice_layers, slice_tokens_of
 from ..model.memory_fit import free_memory
 from ..model.offload import HostStore, offload_layers
 from ..model.recorded_layers import is_large, quiet_collector, record_layers
-from ..rollout.engine import evaluating
+from ..rollout.sampling import evaluating
 from .config import GRPOConfig
 from .micro_batches import ModelPieces, share_of, split
 from grpo_nb.training.optimizer import (
