@@ -711,7 +711,7 @@ def beside_peers():
         )
         for name, run in runs.items()
     ]
-    title = "right in training by seconds, means of 9 updates"
+    title = "right in training by seconds, means of nine"
     yield from chart(title, curves, 50, 0.5, "{:.0%}", f"{most:.0f} s")
     yield text(16, 236, "seconds of an update", "soft", anchor="start")
     taken = {name: an_update(run) for name, run in runs.items()}
