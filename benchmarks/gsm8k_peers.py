@@ -131,6 +131,11 @@ def main():
         seconds=round(time.perf_counter() - began, 1),
         times=stop.times,
         log=[row for row in trainer.state.log_history if "reward" in row],
+        effective={
+            name: value
+            for name, value in trainer.args.to_dict().items()
+            if isinstance(value, (bool, int, float, str))
+        },
     )
     for package in ("trl", "vllm", "unsloth", "unsloth_zoo", "liger_kernel"):
         try:
