@@ -234,38 +234,50 @@ class Stop(TrainerCallback):
 # runs
 
 
-def settings(arguments, out):
-    "The settings of a run; those of `form` are another prompt's, rate's and length's."
-    form = arguments.reward in FORMS
-    return GRPOConfig(
+def run_settings(arguments, out, **own):
+    "What runs of trained models share: rate held after five updates, small steps, one log a step."
+    card = torch.cuda.is_available()
+    shared = dict(
         output_dir=str(out),
         max_steps=arguments.updates,
         per_device_train_batch_size=arguments.batch,
         gradient_accumulation_steps=arguments.completions // arguments.batch // PROCESSES,
-        num_generations=8,
-        max_completion_length=min(arguments.tokens, 300 if form else 400),
-        learning_rate=arguments.rate or (5e-5 if form else 2e-5),
-        beta=arguments.beta,
-        scale_rewards=arguments.scale,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=5,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=torch.cuda.is_available(),
+        use_cpu=not card,
+        bf16=card,
         logging_steps=1,
-        save_strategy="steps" if arguments.save else "no",
-        save_steps=arguments.save or 500,
+        save_strategy="no",
         gradient_checkpointing=arguments.checkpointing,
         seed=arguments.seed,
         report_to="none",
         max_grad_norm=0.2,
         adam_beta2=0.99,
         disable_tqdm=True,
+        model_init_kwargs={"dtype": "bfloat16"},
+    )
+    return GRPOConfig(**shared | own)
+
+
+def settings(arguments, out):
+    "The settings of a run; those of `form` are another prompt's, rate's and length's."
+    form = arguments.reward in FORMS
+    attention = {"attn_implementation": "sdpa"} if arguments.plain else {}
+    saved = dict(save_strategy="steps", save_steps=arguments.save) if arguments.save else {}
+    return run_settings(
+        arguments,
+        out,
+        num_generations=8,
+        max_completion_length=min(arguments.tokens, 300 if form else 400),
+        learning_rate=arguments.rate or (5e-5 if form else 2e-5),
+        beta=arguments.beta,
+        scale_rewards=arguments.scale,
         use_vllm=bool(arguments.server),
         vllm_mode="server",
         vllm_server_base_url=arguments.server,
         max_staleness=arguments.staleness,
-        model_init_kwargs={"dtype": "bfloat16"}
-        | ({"attn_implementation": "sdpa"} if arguments.plain else {}),
+        model_init_kwargs={"dtype": "bfloat16"} | attention,
+        **saved,
     )
 
 

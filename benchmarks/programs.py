@@ -24,14 +24,13 @@ import time
 import warnings
 from pathlib import Path
 
-import torch
 from answers import pass_at, wilson
 from cheats import CHEATS, TASKS, OpenPool, tried, wall_of
 from datasets import Dataset
-from gsm8k import Stop, facts, loaded
+from gsm8k import Stop, facts, loaded, run_settings
 from peft import LoraConfig
 
-from grpo_nb import GRPOConfig, GRPOTrainer, RolloutEngine, SamplingParams
+from grpo_nb import GRPOTrainer, RolloutEngine, SamplingParams
 from grpo_nb.environments.sandbox import SandboxPool
 from grpo_nb.environments.verifiers import last_program
 from grpo_nb.training.data import prompt_token_ids
@@ -150,28 +149,12 @@ def counted(rewards, task):
 
 def settings(arguments, out):
     "The settings of a run."
-    card = torch.cuda.is_available()
-    return GRPOConfig(
-        output_dir=str(out),
-        max_steps=arguments.updates,
-        per_device_train_batch_size=arguments.batch,
-        gradient_accumulation_steps=arguments.completions // arguments.batch,
+    return run_settings(
+        arguments,
+        out,
         num_generations=arguments.group,
         max_completion_length=arguments.tokens,
         learning_rate=arguments.rate,
-        lr_scheduler_type="constant_with_warmup",
-        warmup_steps=5,
-        use_cpu=not card,
-        bf16=card,
-        logging_steps=1,
-        save_strategy="no",
-        gradient_checkpointing=arguments.checkpointing,
-        seed=arguments.seed,
-        report_to="none",
-        max_grad_norm=0.2,
-        adam_beta2=0.99,
-        disable_tqdm=True,
-        model_init_kwargs={"dtype": "bfloat16"},
     )
 
 
