@@ -8,8 +8,8 @@ __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS',
            'picture_inputs', 'in_order', 'equal_pixels', 'told_apart', 'inputs_of_row', 'without_token', 'thumbnails',
            'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures',
            'before_text', 'as_picture', 'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks',
-           'PictureProcessor', 'load_processor', 'read_pictures', 'read_written', 'placeholder_of', 'check_sees',
-           'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
+           'PictureProcessor', 'load_processor', 'UnreadPicture', 'read_pictures', 'read_written', 'placeholder_of',
+           'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
 import base64
@@ -270,12 +270,12 @@ def is_place(part: Any) -> bool:
 
 def held_in(part: Mapping) -> Any:  # None: the place is empty
     "The picture that a part brings along."
-    found = next(
-        (part[name] for name in ("image", "url", "path", "base64") if part.get(name)), None
-    )
+    given = (part.get(name) for name in ("image", "url", "path", "base64"))
+    given = (None if isinstance(one, str) and not one else one for one in given)
+    found = next((one for one in given if one is not None), None)
     if found is None and part.get("image_url"):
         found = part["image_url"]
-        found = found["url"] if isinstance(found, Mapping) else found
+        found = found.get("url") if isinstance(found, Mapping) else found
     return found
 
 
@@ -371,13 +371,16 @@ def before_text(
 
 # %% ../../nbs/model/28_pictures.ipynb #db584667
 def as_picture(
-    value: Any,  # an image of PIL, an array (height, width, 3), a path, or a dict of datasets
+    # an image of PIL, an array (height, width, 3), a path, bytes of a file, or a dict of datasets
+    value: Any,
 ):  # an image of PIL in RGB; ValueError
     "A picture, in whatever form the data has it."
     from PIL import Image
     from transformers.image_utils import load_image
 
     try:
+        if isinstance(value, bytes):
+            value = {"bytes": value}
         if isinstance(value, Mapping):  # of datasets, not decoded
             value = io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"]
         if isinstance(value, io.BytesIO):
@@ -519,6 +522,10 @@ def load_processor(
         return PictureProcessor(tokenizer, images, config.model_type, **given)
 
 # %% ../../nbs/model/28_pictures.ipynb #3fb74f3e
+class UnreadPicture(ValueError):
+    "What an image processor says of pictures that it does not take."
+
+
 def read_pictures(
     prompt: Sequence[Mapping],  # a conversation with pictures
     processor: Any,  # of transformers, or a `PictureProcessor`
@@ -554,12 +561,20 @@ def read_written(
             "that sees"
         )
     starts = getattr(processor.tokenizer, "bos_token", None)
-    made = processor(
-        text=[text],
-        images=[[*map(as_picture, pictures)]],
-        add_special_tokens=not (starts and text.startswith(starts)),
-        return_tensors="pt",
-    )
+    images = [*map(as_picture, pictures)]
+    try:
+        made = processor(
+            text=[text],
+            images=[images],
+            add_special_tokens=not (starts and text.startswith(starts)),
+            return_tensors="pt",
+        )
+    except Exception as error:
+        sizes = ", ".join(f"{one.width} x {one.height}" for one in images)
+        raise UnreadPicture(
+            f"pictures of {sizes} cannot be read by {type(processor.image_processor).__name__} "
+            f"({type(error).__name__}: {first_words(error)}): give them another size"
+        ) from error
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", *USED_HERE)
     pixels = {name: value for name, value in made.items() if name not in of_text}
     place = processor.tokenizer.convert_tokens_to_ids(placeholder_of(processor))

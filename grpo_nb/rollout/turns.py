@@ -36,6 +36,7 @@ from transformers.utils import get_json_schema
 
 from grpo_nb.model.pictures import (
     SeenPrompt,
+    UnreadPicture,
     as_picture,
     held_in,
     is_place,
@@ -622,7 +623,8 @@ def is_parts(
     "Whether a value is the content of a message in parts, texts and pictures."
     if not isinstance(value, (list, tuple)) or not all(isinstance(x, Mapping) for x in value):
         return False
-    return bool(value) and {x.get("type") for x in value} <= {"text", "image", "image_url"}
+    known = ("text", "image", "image_url")
+    return bool(value) and all(x.get("type") in known for x in value)
 
 
 def content_of(
@@ -631,8 +633,15 @@ def content_of(
     "A value as a message's content."
     from PIL import Image
 
-    if isinstance(value, Image.Image):
-        value = [{"type": "image", "image": value}]
+    def part_of(one):
+        if isinstance(one, Image.Image):
+            return {"type": "image", "image": one}
+        return one if isinstance(one, Mapping) else {"type": "text", "text": str(one)}
+
+    if isinstance(value, Image.Image) or (is_place(value) and held_in(value) is not None):
+        value = [value]
+    if isinstance(value, (list, tuple)) and any(isinstance(x, Image.Image) for x in value):
+        value = [*map(part_of, value)]
     if not is_parts(value):
         return str(value)
     if not places_of([{"content": value}]):
@@ -746,7 +755,7 @@ class CallsOfOne:
         if kind == "value":
             try:
                 return content_of(value), False, late
-            except ValueError as error:
+            except Exception as error:  # a tool may answer with anything
                 value = error
         return str({"error": str(value)}), True, late
 
@@ -910,9 +919,22 @@ class TurnReplies:
     ) -> int:  # tokens that it may still draw
         "Append what its calls have answered, of `CallsOfOne.replies`."
         row.calls += len(results)
-        results = [self.without_places(*one) for one in results]
+        results, suffix = self.read_replies([self.without_places(*one) for one in results])
         row.errors += [reply["content"] for reply, failed, _ in results if failed]
         row.late |= any(late for *_, late in results)
+        room = max_tokens - len(row.ids) - len(suffix)
+        if room >= 0:
+            row.add(suffix)
+            row.shown += [suffix] if suffix.pixels else []
+            row.messages, row.reason = [*row.messages, *(reply for reply, *_ in results)], "length"
+        return max(room, 0)
+
+    def read_replies(
+        self,
+        results: list[tuple[dict, bool, bool]],  # of `without_places`
+        # the same, with an error in place of pictures that cannot be read, and their tokens
+    ) -> tuple[list[tuple[dict, bool, bool]], SeenPrompt]:
+        "What stands between a turn's calls and the next turn."
         replies = [reply for reply, *_ in results]
         if self.processor is None and places_of(replies):
             raise ValueError(
@@ -920,13 +942,16 @@ class TurnReplies:
                 "and nobody reads pictures here: take a model that sees (Qwen3-VL, Gemma 3, ...) "
                 "with its processor as processing_class, and annotate the tool `-> list`"
             )
-        suffix = suffix_ids(replies, self.tokenizer, self.variables, self.processor)
-        room = max_tokens - len(row.ids) - len(suffix)
-        if room >= 0:
-            row.add(suffix)
-            row.shown += [suffix] if suffix.pixels else []
-            row.messages, row.reason = row.messages + replies, "length"
-        return max(room, 0)
+        try:
+            return results, suffix_ids(replies, self.tokenizer, self.variables, self.processor)
+        except UnreadPicture as error:
+            told = str({"error": str(error)})
+        return self.read_replies(
+            [
+                ({**one, "content": told}, True, late) if places_of([one]) else (one, failed, late)
+                for one, failed, late in results
+            ]
+        )
 
 # %% ../../nbs/rollout/18_turns.ipynb #652738ca
 class TurnCalls(TurnReplies):

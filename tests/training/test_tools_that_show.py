@@ -1,8 +1,10 @@
 "Tools that answer with pictures: tokens, log-probs and gradients are those of transformers."
 
+import io
 import json
 
 import datasets
+import numpy
 import pytest
 import torch
 from seeing_models import FAMILIES, asked, dots, seeing, with_tools
@@ -362,6 +364,61 @@ def test_a_picture_that_cannot_be_read_is_an_error_of_the_tool():
     assert rollout.failures == [1] and "cannot be read" in rollout.messages[0][1]["content"]
 
 
+def test_what_the_image_processor_refuses_is_an_error_of_the_tool():
+    "And the run goes on, with what other tools said in the same turn."
+
+    def thin() -> list:
+        "A line."
+        return dots(0, width=900, height=7).crop((0, 0, 900, 1))
+
+    asks = CALL % ("thin", "") + CALL % ("say", '"word": "ah"') + "<|end|>"
+    sampler, tokenizer = turns_of("qwen3_vl", asks, [thin, say])
+    with pytest.raises(ValueError, match="aspect ratio must be smaller than 200"):
+        sampler.processor.image_processor(images=[thin()])
+    sampler.limit = 1
+    rollout = sampler.generate([tokenizer("?").input_ids], SamplingParams(max_tokens=900))
+    assert rollout.failures == [1] and rollout.reply_pixels == [None]
+    first, second = (message["content"] for message in rollout.messages[0][1:3])
+    assert "pictures of 900 x 1 cannot be read by Qwen2VLImageProcessorPil" in first
+    assert second == "ah"
+
+
+def as_bytes(picture):
+    "The file that a picture is."
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return written.getvalue()
+
+
+def part(value):
+    return {"type": "image", "image": value}
+
+
+PAIR = dots(1), dots(2, width=32)
+
+
+@pytest.mark.parametrize("value, count", [
+    (list(PAIR), 2),
+    (("two", PAIR[0], "pictures", part(PAIR[1])), 2),
+    ([part(numpy.asarray(PAIR[0])), part(PAIR[1].convert("RGBA"))], 2),
+    ([part(as_bytes(PAIR[0])), part({"bytes": as_bytes(PAIR[1])})], 2),
+    (part(PAIR[0]), 1),
+])  # fmt: skip
+def test_pictures_in_any_form_are_what_transformers_reads(value, count):
+    def shows() -> list:
+        "Look."
+        return value
+
+    sampler, tokenizer = turns_of("qwen3_vl", CALL % ("shows", "") + "<|end|>", [shows])
+    sampler.limit = 1
+    rollout = sampler.generate([tokenizer("?").input_ids], SamplingParams(max_tokens=900))
+    made = sampler.processor.image_processor(images=PAIR[:count], return_tensors="pt")
+    assert rollout.failures == [0]
+    assert rollout.reply_pixels[0].keys() == made.keys()
+    for name, found in rollout.reply_pixels[0].items():
+        torch.testing.assert_close(found, made[name])
+
+
 def test_a_reply_without_room_is_left_out_with_its_pictures():
     sampler, tokenizer = turns_of("gemma3", CALL % ("bare", '"count": 1') + "<|end|>")
     rollout = sampler.generate([tokenizer("?").input_ids], SamplingParams(max_tokens=70))
@@ -386,6 +443,7 @@ def test_who_cannot_see_what_a_tool_shows_is_a_sentence():
     ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
     ({"type": "image"}, "{'type': 'image'}"),
     ([{"type": "move"}], "[{'type': 'move'}]"),
+    ([{"type": ["a", "b"]}], "[{'type': ['a', 'b']}]"),
     (None, "None"),
 ])  # fmt: skip
 def test_what_is_no_picture_is_text(value, content):
