@@ -7,8 +7,8 @@ __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS',
            'SEEING', 'PLACE', 'CHAT', 'SeenPrompt', 'pixels_of', 'rows_of', 'Sight', 'sight_of', 'joined',
            'picture_inputs', 'in_order', 'equal_pixels', 'told_apart', 'inputs_of_row', 'without_token', 'thumbnails',
            'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures',
-           'before_text', 'as_picture', 'first_words', 'in_grid', 'in_lines', 'in_tiles', 'between_marks',
-           'PictureProcessor', 'load_processor', 'UnreadPicture', 'read_pictures', 'read_written', 'placeholder_of',
+           'before_text', 'as_picture', 'UnreadPicture', 'first_words', 'in_grid', 'in_lines', 'in_tiles',
+           'between_marks', 'PictureProcessor', 'load_processor', 'read_pictures', 'read_written', 'placeholder_of',
            'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
@@ -271,8 +271,8 @@ def is_place(part: Any) -> bool:
 def held_in(part: Mapping) -> Any:  # None: the place is empty
     "The picture that a part brings along."
     given = (part.get(name) for name in ("image", "url", "path", "base64"))
-    given = (None if isinstance(one, str) and not one else one for one in given)
-    found = next((one for one in given if one is not None), None)
+    # an array is neither true nor false
+    found = next((one for one in given if getattr(one, "size", one)), None)
     if found is None and part.get("image_url"):
         found = part["image_url"]
         found = found.get("url") if isinstance(found, Mapping) else found
@@ -379,12 +379,10 @@ def as_picture(
     from transformers.image_utils import load_image
 
     try:
-        if isinstance(value, bytes):
-            value = {"bytes": value}
         if isinstance(value, Mapping):  # of datasets, not decoded
-            value = io.BytesIO(value["bytes"]) if value.get("bytes") else value["path"]
-        if isinstance(value, io.BytesIO):
-            value = Image.open(value)
+            value = value.get("bytes") or value["path"]
+        if isinstance(value, bytes):
+            value = Image.open(io.BytesIO(value))
         if hasattr(value, "__array__") and not isinstance(value, Image.Image):
             value = Image.fromarray(value.__array__())
         return load_image(str(value) if isinstance(value, Path) else value)
@@ -394,6 +392,10 @@ def as_picture(
             "image of PIL, an array (height, width, 3) of uint8, the path of a file, or "
             'datasets\' {"bytes": ...}'
         ) from error
+
+
+class UnreadPicture(ValueError):
+    "What an image processor says of pictures that it does not take."
 
 
 def first_words(error: Exception) -> str:
@@ -522,10 +524,6 @@ def load_processor(
         return PictureProcessor(tokenizer, images, config.model_type, **given)
 
 # %% ../../nbs/model/28_pictures.ipynb #3fb74f3e
-class UnreadPicture(ValueError):
-    "What an image processor says of pictures that it does not take."
-
-
 def read_pictures(
     prompt: Sequence[Mapping],  # a conversation with pictures
     processor: Any,  # of transformers, or a `PictureProcessor`
@@ -533,7 +531,6 @@ def read_pictures(
     variables: Mapping[str, Any] | None = None,  # of the template, for a server that writes it
 ) -> SeenPrompt:  # ValueError
     "The token ids and the tensors of a prompt with pictures."
-    check_sees(processor)
     pictures = [held_in(part) for part in places_of(prompt)]
     if any(picture is None for picture in pictures):
         raise ValueError(
@@ -570,10 +567,10 @@ def read_written(
             return_tensors="pt",
         )
     except Exception as error:
-        sizes = ", ".join(f"{one.width} x {one.height}" for one in images)
+        name = type(processor.image_processor).__name__
+        sizes = [one.size for one in images]  # (width, height)
         raise UnreadPicture(
-            f"pictures of {sizes} cannot be read by {type(processor.image_processor).__name__} "
-            f"({type(error).__name__}: {first_words(error)}): give them another size"
+            f"{name} does not take pictures of {sizes} pixels: {first_words(error)}"
         ) from error
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", *USED_HERE)
     pixels = {name: value for name, value in made.items() if name not in of_text}
@@ -594,7 +591,7 @@ def check_sees(processor: Any) -> None:  # ValueError
             "reads texts alone: pass processing_class=AutoProcessor.from_pretrained(...)"
         )
 
-
+# %% ../../nbs/model/28_pictures.ipynb #5d21c7e4
 def without_pixels(message: Mapping) -> dict[str, Any]:
     "A message as a chat template takes it: of pictures their places alone."
     content = message.get("content")

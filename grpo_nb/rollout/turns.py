@@ -623,8 +623,7 @@ def is_parts(
     "Whether a value is the content of a message in parts, texts and pictures."
     if not isinstance(value, (list, tuple)) or not all(isinstance(x, Mapping) for x in value):
         return False
-    known = ("text", "image", "image_url")
-    return bool(value) and all(x.get("type") in known for x in value)
+    return bool(value) and all(x.get("type") in ("text", "image", "image_url") for x in value)
 
 
 def content_of(
@@ -918,23 +917,7 @@ class TurnReplies:
         max_tokens: int,  # of the completion
     ) -> int:  # tokens that it may still draw
         "Append what its calls have answered, of `CallsOfOne.replies`."
-        row.calls += len(results)
-        results, suffix = self.read_replies([self.without_places(*one) for one in results])
-        row.errors += [reply["content"] for reply, failed, _ in results if failed]
-        row.late |= any(late for *_, late in results)
-        room = max_tokens - len(row.ids) - len(suffix)
-        if room >= 0:
-            row.add(suffix)
-            row.shown += [suffix] if suffix.pixels else []
-            row.messages, row.reason = [*row.messages, *(reply for reply, *_ in results)], "length"
-        return max(room, 0)
-
-    def read_replies(
-        self,
-        results: list[tuple[dict, bool, bool]],  # of `without_places`
-        # the same, with an error in place of pictures that cannot be read, and their tokens
-    ) -> tuple[list[tuple[dict, bool, bool]], SeenPrompt]:
-        "What stands between a turn's calls and the next turn."
+        results = [self.without_places(*one) for one in results]
         replies = [reply for reply, *_ in results]
         if self.processor is None and places_of(replies):
             raise ValueError(
@@ -943,15 +926,23 @@ class TurnReplies:
                 "with its processor as processing_class, and annotate the tool `-> list`"
             )
         try:
-            return results, suffix_ids(replies, self.tokenizer, self.variables, self.processor)
+            suffix = suffix_ids(replies, self.tokenizer, self.variables, self.processor)
         except UnreadPicture as error:
             told = str({"error": str(error)})
-        return self.read_replies(
-            [
+            results = [
                 ({**one, "content": told}, True, late) if places_of([one]) else (one, failed, late)
                 for one, failed, late in results
             ]
-        )
+            return self.answered(row, results, max_tokens)
+        row.calls += len(results)
+        row.errors += [reply["content"] for reply, failed, _ in results if failed]
+        row.late |= any(late for *_, late in results)
+        room = max_tokens - len(row.ids) - len(suffix)
+        if room >= 0:
+            row.add(suffix)
+            row.shown += [suffix] if suffix.pixels else []
+            row.messages, row.reason = row.messages + replies, "length"
+        return max(room, 0)
 
 # %% ../../nbs/rollout/18_turns.ipynb #652738ca
 class TurnCalls(TurnReplies):

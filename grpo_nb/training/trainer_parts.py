@@ -192,9 +192,8 @@ def check_pictures(
     sight_of(model)
     if config.max_staleness:
         raise ValueError(
-            "the data has pictures, or a tool may answer with one (annotate it `-> str` if it does "
-            "not), and with max_staleness they would not reach whoever draws: leave it out, so "
-            "that the trainer's own engine draws"
+            "the data has pictures, or a tool may show some, and with max_staleness they would not "
+            "reach whoever draws: leave it out, or annotate a tool that shows none `-> str`"
         )
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #1184c5eb

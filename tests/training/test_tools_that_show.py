@@ -379,7 +379,7 @@ def test_what_the_image_processor_refuses_is_an_error_of_the_tool():
     rollout = sampler.generate([tokenizer("?").input_ids], SamplingParams(max_tokens=900))
     assert rollout.failures == [1] and rollout.reply_pixels == [None]
     first, second = (message["content"] for message in rollout.messages[0][1:3])
-    assert "pictures of 900 x 1 cannot be read by Qwen2VLImageProcessorPil" in first
+    assert "Qwen2VLImageProcessorPil does not take pictures of [(900, 1)] pixels" in first
     assert second == "ah"
 
 
