@@ -531,6 +531,7 @@ def read_pictures(
     variables: Mapping[str, Any] | None = None,  # of the template, for a server that writes it
 ) -> SeenPrompt:  # ValueError
     "The token ids and the tensors of a prompt with pictures."
+    check_sees(processor)
     pictures = [held_in(part) for part in places_of(prompt)]
     if any(picture is None for picture in pictures):
         raise ValueError(
