@@ -4,36 +4,22 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product', 'moe',
-           'BlockSums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens', 'is_near',
-           'normal_tensors', 'trial_passes', 'works']
+           'BlockSums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens']
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #1af77ed5
-import sys
-import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 
-from ..model.experts import ExpertWeights
+from ..kernels.training_kernels import code_value, scale_value
 from ..model.packed import PackedWeight
 from . import decode_ops, sampling
 from .decode_ops import DecodeState, LayerWeights, Projection
 from .kv_cache import LayerCache
-
-try:
-    import triton
-    import triton.language as tl
-
-    from grpo_nb.kernels.training_kernels import code_value, scale_value
-except ImportError as error:
-    raise ImportError(
-        "the decoding kernels need triton, which torch brings along for CUDA: pip install "
-        "triton (without it, gpt-oss is decoded by plain tensors)"
-    ) from error
 
 try:
     from grpo_nb.rollout import expert_kernel
@@ -1114,105 +1100,3 @@ def append_tokens(
         p.seen[rows, tokens] = torch.ones_like(
             tokens, dtype=torch.bool
         )  # a plain True would be copied from the host
-
-# %% ../../nbs/rollout/11_decode_kernels.ipynb #cc92cff8
-def is_near(
-    mine: torch.Tensor,  # by kernels
-    formula: torch.Tensor,  # of the same shape
-) -> bool:
-    "Whether they differ by rounding only: by a fiftieth at most, and not where one has no number."
-    mine, formula = mine.float(), formula.float()
-    return bool((mine - formula).norm() <= 0.02 * formula.norm())
-
-
-def normal_tensors(
-    generator: torch.Generator, device: torch.device, dtype: torch.dtype
-) -> Callable[..., torch.Tensor]:  # of the sizes, and of the standard deviation `std`
-    "A function that draws tensors of any shape."
-
-    def random(*shape, std=1.0):
-        return (torch.randn(shape, generator=generator, device=device) * std).to(dtype)
-
-    return random
-
-
-def _trial_layer(generator, device, dtype, H=64, D=32, kv_heads=2):
-    "A small layer with random weights, experts in 4 bits and adapters of rank 8 on attention."
-    random = normal_tensors(generator, device, dtype)
-
-    def linear(n, k):
-        a, b = random(8, k, std=k**-0.5), random(n, 8, std=0.2)
-        return Projection(random(n, k, std=k**-0.5), random(n), a, b, 2.0)
-
-    def packed(n, k):
-        options = dict(dtype=torch.uint8, device=device)
-        blocks = torch.randint(0, 256, (4, n, k // 32, 16), generator=generator, **options)
-        return PackedWeight(blocks, torch.full((4, n, k // 32), 123, **options), dtype)
-
-    experts = ExpertWeights(
-        packed(2 * H, H), random(4, 2 * H), packed(H, H), random(4, H), 1.702, 7.0
-    )
-    q, k, v = (linear(heads * D, H) for heads in (4, kv_heads, kv_heads))
-    return LayerWeights(
-        random(H), q, k, v, linear(H, 4 * D), random(4), random(H), random(4, H), random(4), experts
-    )
-
-
-def _trial_step(ops, layer, x, cos, sin, cache, lengths, dtype, kv_heads=2):
-    "Everything that one layer computes for one token of each row, by the functions of a module."
-    qkv = ops.project(x.to(dtype), (layer.query, layer.key, layer.value))
-    rows = torch.arange(len(x), device=x.device)
-    sizes = dict(kv_heads=kv_heads, scale=cache.keys.shape[-1] ** -0.5, reach=21)
-    out = ops.attend(qkv, cos, sin, cache, rows, lengths, layer.sinks, **sizes)
-    after = ops.project(out, (layer.output,), residual=x)
-    ones = torch.ones(x.shape[1], dtype=dtype, device=x.device)
-    return qkv, out, after, *ops.moe(after, layer, ones, top=2, eps=1e-5, dtype=dtype)
-
-# %% ../../nbs/rollout/11_decode_kernels.ipynb #c21b232c
-def _kernels_agree(device, dtype, D=32, kv_heads=2):
-    "Whether a small layer comes out as by `decode_ops`, for one row and for several."
-    generator = torch.Generator(device).manual_seed(0)
-    random, good = normal_tensors(generator, device, dtype), []
-    layer = _trial_layer(generator, device, dtype)
-    lengths = torch.tensor([20, 5, 9, 0], dtype=torch.int32, device=device)
-    for B in (1, 3):
-        inputs = [random(B, size).float() for size in (len(layer.norm), D // 2, D // 2)]
-        keys, values = (random(4, kv_heads, 16, D) for _ in range(2))
-        two = []
-        for ops in (decode_ops, sys.modules[__name__]):
-            held = LayerCache(keys.clone(), values.clone(), 16, None)
-            two.append(_trial_step(ops, layer, *inputs, held, lengths, dtype))
-        good += [is_near(a, b) for a, b in zip(*two)]
-    return all(good)
-
-# %% ../../nbs/rollout/11_decode_kernels.ipynb #be768ddc
-def trial_passes(
-    agree: Callable[[], bool],  # computes something both ways on the device
-    device: torch.device,
-    otherwise: str,  # said where they do not agree
-    instead: str,  # said of what is done then
-) -> bool:
-    "Whether kernels work on a device. A warning says why they do not; no error leaves this."
-    try:
-        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            good = agree()
-        why = otherwise
-    except Exception as error:  # a compiler's, a launch's, or no memory
-        good, why = False, f"{type(error).__name__}: {error}"
-    if not good:
-        said = (
-            f"the decoding kernels do not work on this device ({why}): {instead}, which is slower"
-        )
-        warnings.warn(said, stacklevel=3)
-    return good
-
-
-@cache
-def works(
-    device: torch.device,
-    dtype: torch.dtype,  # that is computed in
-) -> bool:
-    """Whether the kernels compute the same as `decode_ops` here; used below compute capability 8.0,
-    for which Triton promises nothing."""
-    agree, instead = partial(_kernels_agree, device, dtype), "gpt-oss is decoded by plain tensors"
-    return trial_passes(agree, device, "a small layer came out otherwise", instead)

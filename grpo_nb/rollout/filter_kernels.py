@@ -8,28 +8,17 @@ __all__ = ['CHUNK', 'NOTHING', 'LOW_BITS', 'Looks', 'look', 'Start', 'begin', 't
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #62ad1451
 import math
+import warnings
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import NamedTuple
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError(
-        "the filters' kernels need triton, which torch brings along for CUDA: pip install triton "
-        "(without it, models are decoded by plain tensors or through their modules)"
-    ) from error
+import triton
+import triton.language as tl
 
 from . import decode_kernels, decode_ops
-from grpo_nb.rollout.decode_kernels import (
-    BlockSums,
-    is_near,
-    normal_tensors,
-    pick,
-    trial_passes,
-)
+from .decode_kernels import BlockSums, pick
 from .decode_ops import DecodeState
 from grpo_nb.rollout.sampling import (
     SamplingParams,
@@ -547,8 +536,9 @@ def _trial_draw(ops, draw, filtered, logits, params, stop):
 
 def _draws_agree(device, dtype, rows=4, vocabulary=5000):
     "Whether tokens are drawn as by the formulas, to the last bit where they are whole numbers."
-    random = normal_tensors(torch.Generator(device).manual_seed(0), device, dtype)
-    logits, whole = random(rows, vocabulary, std=3.0), SamplingParams()
+    generator = torch.Generator(device).manual_seed(0)
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator, device=device).to(dtype)
+    whole = SamplingParams()
     params = SamplingParams(top_k=50, top_p=0.95, min_p=0.01, temperature=0.7)
     stop = logits.argmax(-1)  # some rows end
     plain = (
@@ -560,7 +550,7 @@ def _draws_agree(device, dtype, rows=4, vocabulary=5000):
         for by in ((decode_kernels, decode_kernels.draw, draw), (decode_ops, *plain))
     )
     same = all(torch.equal(*both) for both in zip(mine[0], formula[0]))
-    return same and all(is_near(*both) for both in zip(mine[1], formula[1]))
+    return same and all(torch.allclose(*both, atol=1e-3) for both in zip(mine[1], formula[1]))
 
 
 @cache
@@ -568,6 +558,18 @@ def works(
     device: torch.device,
     dtype: torch.dtype,  # of the logits
 ) -> bool:
-    "Whether the kernels draw the same as `sampling` here; used below compute capability 8.0."
-    agree, instead = partial(_draws_agree, device, dtype), "models are decoded without them"
-    return trial_passes(agree, device, "tokens were drawn otherwise", instead)
+    """Whether the kernels draw the same as `sampling` here; used below compute capability 8.0. A
+    warning says why they do not; no error leaves this."""
+    why = "tokens were drawn otherwise"
+    try:
+        with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            if _draws_agree(device, dtype):
+                return True
+    except Exception as error:  # a compiler's, a launch's, or no memory
+        why = f"{type(error).__name__}: {error}"
+    warnings.warn(
+        f"the kernels that draw tokens do not work on this device ({why}): models are decoded "
+        "without kernels, which is slower",
+        stacklevel=2,
+    )
+    return False

@@ -323,12 +323,13 @@ def decoded_logits(
     cache = decoder.cache(lengths, [1] * len(rows), FED + 1)
     state = DecodeState.start(lengths, FED + 1, decoder.device)
     yield decoder.logits(decoder.prefill(cache, numbers, prompts))
-    at = torch.arange(len(rows), device=decoder.device)
+    at = torch.arange(len(rows))
     for fed in range(FED):
         state.last[:-1] = torch.tensor([row[fed - FED] for row in rows]).to(decoder.device)
         state.lengths += 1
-        reach = max(lengths) + fed + 1
-        yield decoder.logits(decoder.step(cache, state, at, reach))
+        reach, parts = max(lengths) + fed + 1, at.split(1 if fed + 1 == FED else len(rows))
+        steps = [decoder.step(cache, state, part.to(decoder.device), reach) for part in parts]
+        yield torch.cat([decoder.logits(normed) for normed in steps])
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #f7a84321
 TIMES = 3  # a decoder may be so many times as far from the model as its two passes are

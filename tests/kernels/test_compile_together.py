@@ -18,14 +18,14 @@ import torch
 
 from grpo_nb.kernels import compile_together as module
 from grpo_nb.kernels.compile_together import compile_early, compile_together, noted_launches
+from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels
-from grpo_nb.rollout.decode_kernels import _trial_layer, _trial_step, normal_tensors
 from grpo_nb.rollout.decode_ops import DecodeState
-from grpo_nb.rollout.kv_cache import LayerCache
+from grpo_nb.rollout.decoder import Decoder
 from grpo_nb.rollout.sampling import SamplingParams
 
 triton = pytest.importorskip("triton")
-CPU, D = torch.device("cpu"), 32
+CPU = torch.device("cpu")
 FOLDER = Path(module.__file__).parents[1]
 
 
@@ -34,26 +34,32 @@ PLAIN = SamplingParams(max_tokens=4)
 
 def a_step(params=PLAIN):
     "One layer of a gpt-oss, a token drawn and appended: a function of the two ways, and its state."
-    generator = torch.Generator().manual_seed(0)
-    random = normal_tensors(generator, CPU, torch.float32)
-    layer = _trial_layer(generator, CPU, torch.float32)
-    x, cos, sin = random(3, len(layer.norm)), random(3, D // 2), random(3, D // 2)
-    cache = LayerCache(random(4, 2, 16, D), random(4, 2, 16, D), 16, None)
-    state = DecodeState.start([5, 9, 2], 4, CPU)
+    lengths = [5, 9, 2]
+    decoder = Decoder(tiny_gpt_oss(num_hidden_layers=1, head_dim=32, sliding_window=16)[0])
+    cache, state = decoder.cache(lengths, [1] * 3, 4), DecodeState.start(lengths, 4, CPU)
     state.keys = torch.arange(4)
     rows, stop = torch.arange(3), torch.tensor([1])
 
     def step(ops=decode_kernels):
-        *_, normed = _trial_step(ops, layer, x, cos, sin, cache, state.lengths, torch.float32)
+        decoder.ops = ops
+        with torch.no_grad():
+            logits = decoder.logits(decoder.step(cache, state, rows, 16))
         uniform = ops.stream_numbers(rows, state)
         tokens, logps, *_ = (
-            filter_kernels.draw(normed, params, uniform)
+            filter_kernels.draw(logits, params, uniform)
             if params.top_k
-            else decode_kernels.draw(normed, uniform)
+            else decode_kernels.draw(logits, uniform)
         )
         ops.append_tokens(rows, tokens, logps, stop, state)
 
-    return step, [x, cache.keys, state.ids, state.last, state.lengths, state.alive, state.counts]
+    return step, [
+        cache.layers[0].keys,
+        state.ids,
+        state.last,
+        state.lengths,
+        state.alive,
+        state.counts,
+    ]
 
 
 @pytest.mark.long

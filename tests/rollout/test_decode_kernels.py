@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from grpo_nb.rollout import decode_kernels, decode_ops
+from grpo_nb.model.tiny import tiny_gpt_oss
+from grpo_nb.rollout import decode_kernels, decode_ops, read_layers
 from grpo_nb.rollout.decode_ops import DecodeState, Projection
+from grpo_nb.rollout.decoder import Decoder
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -71,26 +73,16 @@ def test_there_is_room_for_every_tile(B, E, top):
             assert all(e in expected[row] for row in work.token[a:b].tolist())
 
 
-def test_the_trial_of_the_decoding_kernels_on_an_older_card(monkeypatch):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    decode_kernels.works.cache_clear()
-    assert decode_kernels.works(device, torch.float16)
-    decode_kernels.works.cache_clear()
-    real = decode_kernels.moe
-    monkeypatch.setattr(
-        decode_kernels, "moe", lambda *a, **k: tuple(1.1 * x for x in real(*a, **k))
-    )
-    with pytest.warns(UserWarning, match="a small layer came out otherwise"):
-        assert not decode_kernels.works(device, torch.float16)
-    decode_kernels.works.cache_clear()
-
-    def broken(*a, **k):
-        raise RuntimeError("no such instruction")
-
-    monkeypatch.setattr(decode_kernels, "moe", broken)
-    with pytest.warns(UserWarning, match="RuntimeError: no such instruction"):
-        assert not decode_kernels.works(device, torch.float16)
-    decode_kernels.works.cache_clear()
+def test_a_wrong_kernel_fails_the_trial(monkeypatch):
+    model = tiny_gpt_oss(num_hidden_layers=1, head_dim=32, sliding_window=16)[0].to(DEVICE)
+    decoder, rows = Decoder(model, kernels=True), read_layers.rows_to_try(20, 16)
+    with torch.no_grad():
+        assert read_layers.difference(model, decoder, rows, 16) is None
+        real = decode_kernels.moe
+        monkeypatch.setattr(
+            decode_kernels, "moe", lambda *a, **k: tuple(1.1 * x for x in real(*a, **k))
+        )
+        assert "after token 1" in read_layers.difference(model, decoder, rows, 16)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -106,30 +106,17 @@ def test_the_activation(name, together):
     torch.testing.assert_close(mine, formula, atol=1e-5, rtol=1e-5)
 
 
-@pytest.fixture
-def untried():
-    "No trial's answer is known before, and none is kept."
-    trials = decode_kernels.works, dense_kernels.works, filter_kernels.works
-    for works in trials:
-        works.cache_clear()
-    yield
-    for works in trials:
-        works.cache_clear()
+def small(name="Qwen3"):
+    sizes = dict(head_dim=32, hidden_size=48, intermediate_size=64, num_hidden_layers=1)
+    return dense_model(name, lora=True, **sizes).to(DEVICE)
 
 
-def test_the_trial_passes_and_is_kept(untried, monkeypatch):
-    device = torch.device(DEVICE)
-    assert dense_kernels.works(device, torch.float16, 32)
-    monkeypatch.setattr(dense_kernels, "_kernels_agree", None)
-    assert dense_kernels.works(device, torch.float16, 32)
+def otherwise(function, few=1000):
+    "Its result for at most so many rows, a tenth too large."
 
-
-def otherwise(function):
-    "Its result, a tenth too large."
-
-    def changed(*a, **k):
-        result = function(*a, **k)
-        return tuple(1.1 * x for x in result) if isinstance(result, tuple) else 1.1 * result
+    def changed(x, *a, **k):
+        result = function(x, *a, **k)
+        return 1.1 * result if len(x) <= few else result
 
     return changed
 
@@ -138,31 +125,33 @@ WRONG = [(decode_kernels, "attend"), (dense_kernels, "activate")]
 
 
 @pytest.mark.parametrize("module, name", WRONG, ids=[name for _, name in WRONG])
-def test_the_trial_finds_a_wrong_kernel(untried, module, name, monkeypatch):
+def test_the_trial_finds_a_wrong_kernel(module, name, monkeypatch):
     monkeypatch.setattr(module, name, otherwise(getattr(module, name)))
-    with pytest.warns(UserWarning, match="a small layer came out otherwise"):
-        assert not dense_kernels.works(torch.device(DEVICE), torch.float16, 32)
+    model = small()
+    said = trial.tried(model, Paged(model, kernels=True))
+    assert "logits are" in said
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), SyntaxError("line 1")])
-def test_no_error_leaves_the_trial(untried, error, monkeypatch):
+def test_the_trial_finds_a_kernel_that_is_wrong_for_one_row(monkeypatch):
+    monkeypatch.setattr(decode_kernels, "attend", otherwise(decode_kernels.attend, few=1))
+    model = small()
+    assert trial.tried(model, Paged(model, kernels=True)).startswith("after token 2 its logits are")
+
+
+def test_no_error_leaves_the_trial(monkeypatch):
     def broken(*a, **k):
-        raise error
+        raise SyntaxError("line 1")
 
     monkeypatch.setattr(decode_kernels, "_launch_linear", broken)
-    with pytest.warns(UserWarning, match=f"{type(error).__name__}: {error}"):
-        assert not dense_kernels.works(torch.device(DEVICE), torch.float16, 32)
+    model = small()
+    said = trial.tried(model, Paged(model, kernels=True))
+    assert said == "a trial ended in SyntaxError: line 1"
 
 
-def test_an_old_card_is_asked_and_a_new_one_is_not(untried, monkeypatch):
-    """Which trial there is for which model, and what is said of it. (Without a GPU the trials
-    themselves find that there is none.)"""
-    tried, fails, card = [], [], torch.device("cuda", 0)
-    for module in (decode_kernels, dense_kernels, filter_kernels):
-        name = module.__name__.rpartition(".")[2]
-        monkeypatch.setattr(
-            module, "works", lambda *given, n=name: tried.append((n, *given[2:])) or n not in fails
-        )
+def test_an_old_card_is_asked_to_draw_and_a_new_one_is_not(monkeypatch):
+    "What is said of it. (Without a GPU the trial itself finds that there is none.)"
+    tried, works, card = [], [True], torch.device("cuda", 0)
+    monkeypatch.setattr(filter_kernels, "works", lambda *given: tried.append(given) or works[0])
 
     def why(capability, experts, head_dim=64):
         tried.clear()
@@ -170,14 +159,15 @@ def test_an_old_card_is_asked_and_a_new_one_is_not(untried, monkeypatch):
         return decoder.why_no_kernels(card, torch.float16, head_dim, experts, (None, 128))
 
     assert why((8, 0), None) is None and not tried
-    assert why((7, 5), None) is None and tried == [("dense_kernels", 64), ("filter_kernels",)]
-    assert why((7, 5), 32) is None and tried == [("decode_kernels",), ("filter_kernels",)]
+    for experts in (None, 32):
+        assert why((7, 5), experts) is None and tried == [(card, torch.float16)]
     assert "sizes" in why((7, 5), None, head_dim=96) and not tried
-    for fails[:] in (["dense_kernels"], ["filter_kernels"]):
-        assert why((7, 5), None) == "a trial of the decoding kernels failed on this card"
+    works[0] = False
+    assert why((7, 5), None) == "a trial of the kernels that draw failed on this card"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="is about a card that is not there")
-def test_a_card_that_fails_at_once(untried):
+def test_a_card_that_fails_at_once():
+    filter_kernels.works.cache_clear()
     with pytest.warns(UserWarning, match="do not work on this device"):
-        assert not decoder.passes_trials(torch.device("cuda", 0), torch.float16, 64)
+        assert not filter_kernels.works(torch.device("cuda", 0), torch.float16)
