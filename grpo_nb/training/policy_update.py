@@ -6,7 +6,7 @@
 __all__ = ['LOSS_SETTINGS', 'COMPILED_TOKENS', 'EntropyBonus', 'load_balance_loss', 'own_balance_weight', 'balance_weight',
            'MicroBatchFitter', 'may_be_cut', 'sum_over_all', 'Window', 'moving_rows', 'UpdateParts', 'ArrangedUpdate',
            'UpdateLogps', 'UpdateLoss', 'UpdateGap', 'UpdateWindow', 'UpdateGradients', 'UpdateStep',
-           'UpdateEvaluation', 'UpdateReference', 'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
+           'UpdateEvaluation', 'UpdateCheckpoint', 'beginning_of', 'PolicyUpdate']
 
 # %% ../../nbs/training/12_policy_update.ipynb #3882269e
 import functools
@@ -41,11 +41,9 @@ from ..rollout.sampling import evaluating
 from .config import GRPOConfig
 from .micro_batches import ModelPieces, share_of, split
 from grpo_nb.training.optimizer import (
-    Inspector,
-    check_like,
-    check_optimizer_state,
-    check_schedule_state,
+    check_moved,
     make_schedule,
+    moved_by,
     waits_for_metric,
 )
 from .policy_logprobs import TrainingBatch, completion_logps, rollout_gap
@@ -83,13 +81,6 @@ class EntropyBonus:
     def state_dict(self) -> dict[str, float | None]:
         "The weight, and the entropy of the last update, which decides whether it applies."
         return {"coef": self.coef, "last": self.last}
-
-    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
-        "Refuse what is no weight and no entropy."
-        check.keys(saved, ("coef", "last"), "the entropy bonus")
-        check.number(saved["coef"], "the weight of the entropy bonus")
-        if saved["last"] is not None:
-            check.number(saved["last"], "the last entropy")
 
     def load_state_dict(self, saved: dict[str, float | None]) -> None:
         "Put the weight and the last entropy back."
@@ -740,41 +731,17 @@ class UpdateEvaluation(UpdateStep):
             self.window = kept
         return total
 
-# %% ../../nbs/training/12_policy_update.ipynb #8db68645
-class UpdateReference(UpdateEvaluation):
-    "Whether the reference is the one that a run began with."
-
-    def check_reference(self, saved: Any, then: Any, check: Inspector) -> None:  # ValueError
-        "Refuse weights of a reference that has others, and a run that began with another one."
-        now = self.reference.norms() if self.reference else []
-        for norm in then or []:
-            check.number(norm, "a norm of the reference", least=0)
-        if self.reference and (saved is not None or then == []):  # an adapter's, which is stored
-            own = self.reference.weights()
-            check.keys(dict(enumerate(saved or [])), range(len(own)), "the reference")
-            for weight, here in zip(saved, own):
-                check.tensor(weight, "a weight of the reference", here.shape, (here.dtype,))
-        if not (now and then):
-            return
-        if len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then):
-            raise ValueError(
-                "the reference policy is the model that the trainer was given, and the run of "
-                f"{check.whose} began with another one: give the model that it began with, its "
-                "weights come from the checkpoint"
-            )
-
 # %% ../../nbs/training/12_policy_update.ipynb #2a778c21
-class UpdateCheckpoint(UpdateReference):
+class UpdateCheckpoint(UpdateEvaluation):
     "What a checkpoint holds of an update."
 
     def state_dict(self) -> dict[str, Any]:
         "What a checkpoint has to hold beside the weights."
         reference, moves = self.reference, self.config.sync_ref_model
         keeps = reference and (moves or reference.model is None)
-        optimizer = self.weights.whole(self.optimizer.state_dict())
         return dict(
-            optimizer=optimizer,
-            trained=len(optimizer["state"]),
+            optimizer=self.weights.whole(self.optimizer.state_dict()),
+            moved=moved_by(self.optimizer),
             schedule=self.schedule.state_dict(),
             scaler=self.precision.scaler.state_dict(),
             entropy_bonus=self.entropy_bonus.state_dict(),
@@ -784,28 +751,20 @@ class UpdateCheckpoint(UpdateReference):
 
     def check_state_dict(
         self,
-        saved: Any,  # from a checkpoint
-        check: Inspector,
+        saved: dict[str, Any],  # from a checkpoint
+        whose: str,  # the checkpoint, for messages
     ) -> None:  # ValueError
         "Refuse the state of another optimizer or of a run with another reference; nothing changes."
-        names = ("optimizer", "schedule", "scaler", "entropy_bonus", "reference", "reference_norms")
-        check.keys(saved, names, "the update", optional=("trained",))
-        check_optimizer_state(self.optimizer, saved["optimizer"], check)
-        groups, state = (saved["optimizer"][name] for name in ("param_groups", "state"))
-        if saved.get("trained", len(state)) != len(state):
-            wanted = f"of {saved['trained']}, as was stored"
-            check.refuse("the optimizer's state", f"of {len(state)} parameters", wanted)
-        check_schedule_state(self.schedule or self.pattern(), saved["schedule"], groups, check)
-        if (scaler := self.precision.scaler).is_enabled():
-            check_like(scaler.state_dict(), saved["scaler"], "the scaler", check)
-            check.number(saved["scaler"]["scale"], "scale of the scaler", least=1e-300)
-        self.entropy_bonus.check_state_dict(saved["entropy_bonus"], check)
-        self.check_reference(saved["reference"], saved["reference_norms"], check)
-
-    def pattern(self) -> Any:
-        "A schedule like that of the settings, on an optimizer that moves nothing."
-        groups = [{"params": [torch.zeros(1)]} for _ in self.optimizer.param_groups]
-        return make_schedule(self.config, torch.optim.SGD(groups, lr=1.0), 10**6)
+        check_moved(self.optimizer, saved.get("moved", moved_by(self.optimizer)), whose)
+        now, then = self.reference.norms() if self.reference else [], saved["reference_norms"]
+        if not (now and then):
+            return
+        if len(now) != len(then) or math.dist(now, then) > 1e-4 * math.hypot(*then):
+            raise ValueError(
+                "the reference policy is the model that the trainer was given, and the run of "
+                f"{whose} began with another one: give the model that it began with, its "
+                "weights come from the checkpoint"
+            )
 
     def load_optimizer(self, saved: dict[str, Any]) -> None:
         "Load the optimizer's state, of each moment this process's share."
@@ -820,7 +779,8 @@ class UpdateCheckpoint(UpdateReference):
         "Load optimizer, schedule, scaler and entropy bonus, and a reference that was saved."
         self.load_optimizer(saved["optimizer"])
         self.schedule.load_state_dict(saved["schedule"])
-        self.precision.scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:  # empty: float16 is new
+            self.precision.scaler.load_state_dict(saved["scaler"])
         self.entropy_bonus.load_state_dict(saved["entropy_bonus"])
         if saved["reference"] and self.reference:
             for kept, weight in zip(self.reference.weights(), saved["reference"]):

@@ -16,7 +16,6 @@ from ..algorithm.batching import BatchLayout
 from ..rollout.rollout import Rollout, concatenate
 from .config import GRPOConfig
 from .data import StreamedRows
-from .optimizer import Inspector
 
 # %% ../../nbs/training/22_prompt_choice.ipynb #44a432b7
 def idle_groups(
@@ -147,14 +146,6 @@ class Curriculum:
     def state_dict(self) -> dict[str, dict]:
         "The pass rates."
         return {"rates": dict(self.rates)}
-
-    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
-        "Refuse rates that are none, and rows that the data does not have."
-        check.keys(saved, ("rates",), "the curriculum")
-        for row, rate in saved["rates"].items():
-            most = check.rows - 1 if check.rows else None
-            check.number(row, "a row of the curriculum", 0, most, whole=True)
-            check.number(rate, f"the pass rate of row {row}", 0, 1)
 
     def load_state_dict(self, saved: dict[str, dict]) -> None:
         "Go on with saved pass rates."

@@ -45,7 +45,6 @@ from ..rollout.rollout import text_of
 from .config import GRPOConfig, warn
 from .data import equal, shortened
 from .hints import Hints
-from .optimizer import Inspector
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -165,15 +164,6 @@ class Metrics(Seconds):
     def state_dict(self) -> dict[str, list]:
         "A copy of what was collected so far."
         return {name: list(pairs) for name, pairs in self.values.items()}
-
-    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
-        "Refuse what is no list of numbers with weights."
-        check.keys(saved, (), "the metrics", optional=saved)
-        for name, pairs in saved.items():
-            for value, weight in pairs:
-                if not isinstance(value, float) and getattr(value, "shape", None) != ():
-                    check.refuse(f"{name} of the metrics", repr(value)[:60], "a number")
-                check.number(weight, f"a weight of {name}", least=0)
 
     def load_state_dict(self, saved: dict[str, list]) -> None:
         "Replace what was collected by the saved numbers."
@@ -646,13 +636,6 @@ class Callbacks:
         names = ("should_evaluate", "should_save")
         return {name: getattr(self.control, name) for name in names}
 
-    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
-        "Refuse other flags than those that are stored."
-        check.keys(saved, self.state_dict(), "the callbacks' flags")
-        for name, value in saved.items():
-            if not isinstance(value, bool):
-                check.refuse(name, repr(value)[:60], "True or False")
-
     def load_state_dict(self, saved: dict[str, bool]) -> None:
         "Set the flags that were set when `saved` was taken."
         self.ask(**saved)
@@ -729,11 +712,6 @@ class Recorder:
     def state_dict(self) -> dict[str, int]:
         "The tokens of the run up to the last record."
         return {"total_tokens": self.total_tokens}
-
-    def check_state_dict(self, saved: Any, check: Inspector) -> None:  # ValueError
-        "Refuse what is no number of tokens."
-        check.keys(saved, ("total_tokens",), "the recorder")
-        check.number(saved["total_tokens"], "total_tokens", least=0, whole=True)
 
     def load_state_dict(self, saved: dict[str, int]) -> None:
         "Continue to count from the saved number of tokens."

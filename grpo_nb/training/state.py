@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['STOPS', 'PROCESS', 'GRADIENTS', 'BEST', 'random_state', 'set_random_state', 'own_numbers', 'set_output',
-           'Surroundings', 'check_random_state', 'updates_at', 'check_batch', 'check_pixels', 'TrainState']
+           'Surroundings', 'TrainState']
 
 # %% ../../nbs/training/10_state.ipynb #5cf8015c
 import hashlib
@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TextIO
 
 import torch
@@ -27,7 +27,6 @@ from transformers import TrainerState
 from ..algorithm.batching import BatchLayout
 from ..model.limits import write_json
 from .config import GRPOConfig
-from .optimizer import Inspector
 from .policy_logprobs import TrainingBatch
 
 # %% ../../nbs/training/10_state.ipynb #b9ac5b98
@@ -197,99 +196,6 @@ class Surroundings:
             elif before:
                 weight.grad = None
 
-# %% ../../nbs/training/10_state.ipynb #abd87b19
-def check_random_state(
-    state: Any,  # from a checkpoint
-    check: Inspector,
-) -> None:  # ValueError
-    "Refuse a state that the generators do not take; theirs are put back."
-    check.keys(state, ("python", "numpy", "torch", "cuda"), "the random state", optional=("mps",))
-    before = random_state()
-    try:
-        set_random_state(state)
-    except (TypeError, ValueError, RuntimeError, LookupError, OverflowError) as error:
-        check.refuse("the random state", "damaged", f"one that the generators take ({error})")
-    finally:
-        set_random_state(before)
-    *_, place, flag, gauss = state["numpy"]  # of which NumPy looks at none
-    check.number(place, "NumPy's place in the random state", 0, 624, whole=True)
-    check.number(flag, "NumPy's flag in the random state", 0, 1, whole=True)
-    for number in (gauss, state["python"][2] or 0.0):
-        check.number(number, "a number that waits in the random state")
-
-# %% ../../nbs/training/10_state.ipynb #733f18d1
-def updates_at(
-    layout: BatchLayout,
-    cycle: int,  # counted through all epochs
-    micro_step: int,  # place in it
-    cycles_per_epoch: int,
-) -> int | None:  # None: no update ends there
-    "How many updates there were when a run arrived at a place in the data."
-    epochs, cycles = divmod(cycle, cycles_per_epoch)
-    a_cycle, window = layout.micro_batches_per_cycle, layout.gradient_accumulation_steps
-    done, rest = divmod(cycles * a_cycle + micro_step, window)
-    return None if rest else epochs * layout.updates_in(cycles_per_epoch) + done
-
-
-def check_batch(
-    batch: Any,  # the fields of a TrainingBatch, from a checkpoint
-    count: int,  # N, the completions of a process
-    check: Inspector,
-) -> None:  # ValueError
-    "Refuse completions whose tensors do not belong together."
-    whose, floats = "of the batch", (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    optional = [f.name for f in fields(TrainingBatch) if f.default is not MISSING]
-    needed = [f.name for f in fields(TrainingBatch) if f.default is MISSING]
-    check.keys(batch, needed, "the batch", optional=optional)
-    sides = {}
-    for side in ("prompt", "completion"):
-        ids = batch[f"{side}_ids"]
-        if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-            check.refuse(f"{side}_ids {whose}", type(ids).__name__, "a tensor of rows")
-        sides[side] = (count, ids.shape[1])  # (N, P) and (N, T)
-    seen = ("pixels", "reply_pixels")
-    for name in seen:
-        check_pixels(batch.get(name), count, check)
-    for name, value in batch.items():
-        if name in seen or value is None and name in optional:
-            continue
-        shape, kinds = sides["prompt" if "prompt" in name else "completion"], floats
-        if name.endswith("_ids"):
-            kinds = (torch.int64,)
-        elif name.endswith("_mask"):
-            kinds = (torch.bool,)
-        elif name == "versions":
-            shape, kinds = (count,), (torch.int64,)
-        elif name == "survivors":  # (N, T, K)
-            shape, kinds = shape + tuple(getattr(value, "shape", ())[2:]), (torch.int32,)
-        elif name in ("advantages", "rollout_weights"):
-            per_row = (count,) if name == "advantages" else (count, 1)
-            shape = per_row if value.shape == per_row else shape
-        elif name == "rollout_logps" and isinstance(value, torch.Tensor):
-            value = value.masked_fill(value.isnan(), 0.0)  # NaN: nobody drew the token
-        check.tensor(value, f"{name} {whose}", shape, kinds)
-    prompts, completions = batch["prompt_mask"].int(), batch["completion_mask"].int()
-    if (prompts.diff(dim=1) < 0).any() or (completions.diff(dim=1) > 0).any():
-        check.refuse(f"a mask {whose}", "padded inside", "padded at one end: prompts on the left")
-    if (batch["loss_mask"] & ~batch["completion_mask"]).any():
-        check.refuse(f"loss_mask {whose}", "True on padding", "False there")
-
-# %% ../../nbs/training/10_state.ipynb #b858cec3
-def check_pixels(
-    pixels: Any,  # of a batch from a checkpoint
-    count: int,  # N, the completions of a process
-    check: Inspector,
-) -> None:  # ValueError
-    "Refuse pictures that are not a dict of tensors, or None, for each completion."
-    if pixels is None:
-        return
-    if not isinstance(pixels, list) or len(pixels) != count:
-        check.refuse("pixels of the batch", type(pixels).__name__, f"a list of {count}")
-    for one in pixels:
-        tensors = one.values() if isinstance(one, dict) else [one]
-        if one is not None and not all(isinstance(x, torch.Tensor) for x in tensors):
-            check.refuse("pixels of the batch", type(one).__name__, "a dict of tensors")
-
 # %% ../../nbs/training/10_state.ipynb #7ac99a3d
 BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
 
@@ -423,52 +329,6 @@ class TrainState(TrainerState):
             "random": random_state(),
             "batch": dict(vars(self.batch)) if self.batch is not None else None,
         }
-
-    def check_state_dict(
-        self,
-        saved: Any,  # from a checkpoint
-        check: Inspector,  # knows the data's rows
-    ) -> None:  # ValueError
-        "Refuse numbers that contradict one another or the layout, and damaged random states."
-        counts = ("cycle", "micro_step", "global_step", "tokens")
-        needed = (*counts, "epoch", *BEST, "seconds", "random", "batch")
-        check.keys(saved, needed, "the state", optional=("secret",))
-        if not isinstance(saved.get("secret", ""), str):
-            check.refuse("the secret", type(saved["secret"]).__name__, "text")
-        for name in counts:
-            check.number(saved[name], name, least=0, whole=True)
-        check.number(saved["seconds"], "seconds", least=0)
-        self.check_place(saved, check)
-        self.check_best(saved, check)
-        check_random_state(saved["random"], check)
-        batch, micro_step = saved["batch"], saved["micro_step"]
-        if (batch is not None) != (micro_step > 0):
-            there = "gone" if batch is None else "there"
-            check.refuse("the batch", there, f"otherwise at micro-batch {micro_step}")
-        if batch is not None:
-            check_batch(batch, self.layout.completions_per_process, check)
-
-    def check_place(self, saved: dict[str, Any], check: Inspector) -> None:  # ValueError
-        "Refuse an update or an epoch that do not belong to the cycle and the micro-batch."
-        cycle, micro_step, layout = saved["cycle"], saved["micro_step"], self.layout
-        check.number(micro_step, "micro_step", 0, layout.micro_batches_per_cycle - 1, whole=True)
-        cycles = layout.cycles_per_epoch(check.rows) if check.rows else self.cycles_per_epoch
-        updates = updates_at(layout, cycle, micro_step, cycles)
-        if saved["global_step"] != updates:
-            place = f"{updates} at micro-batch {micro_step} of cycle {cycle}"
-            inside = f"of a place where updates end, and micro-batch {micro_step} is none"
-            check.refuse("global_step", saved["global_step"], inside if updates is None else place)
-        epoch = (cycle + micro_step / layout.micro_batches_per_cycle) / cycles
-        check.number(saved["epoch"], "epoch", epoch - 1e-6, epoch + 1e-6)
-
-    def check_best(self, saved: dict[str, Any], check: Inspector) -> None:  # ValueError
-        "Refuse a best evaluation that is no number, or of a later update."
-        metric, step, folder = (saved[name] for name in BEST)
-        if metric is not None or step is not None:
-            check.number(metric, "best_metric")
-            check.number(step, "best_global_step", 0, saved["global_step"], whole=True)
-        if folder is not None and (not isinstance(folder, str) or step is None):
-            check.refuse("best_model_checkpoint", repr(folder)[:60], "a folder, or None")
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         "Go back to where `saved` was taken, and put the random generators back too."

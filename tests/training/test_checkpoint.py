@@ -340,7 +340,7 @@ def test_a_checkpoint_from_before_there_was_a_secret_gets_one(tmp_path):
 def test_another_models_checkpoint(tmp_path):
     small_trainer(tmp_path, **SAVING).train()
     deeper = small_trainer(tmp_path, model=small_model(num_hidden_layers=3)[0])
-    with pytest.raises(ValueError, match="weights .* are of another model: missing .*layers.2"):
+    with pytest.raises(ValueError, match="are of another model, .*layers.2.* is missing there"):
         deeper.train(resume_from_checkpoint=True)
 
 
@@ -709,7 +709,7 @@ def test_weights_of_another_size_are_refused(tmp_path):
     other = small_model(intermediate_size=32)[0]
     with pytest.raises(
         ValueError,
-        match=r"of another model: .*experts.*_proj.* has shape \(.*\) there and \(.*\) here",
+        match=r"of another model, .*experts.*_proj.* is \(.*\) of .* there and \(.*\) of .* here",
     ):
         load_weights(other, tmp_path / "run" / "checkpoint-2")
 
@@ -725,7 +725,7 @@ def test_adapters_that_cannot_be_loaded_are_refused(tmp_path):
     )
     trainer.train()
     folder = tmp_path / "run" / "checkpoint-2"
-    with pytest.raises(ValueError, match="are of another model: missing .*k_proj"):
+    with pytest.raises(ValueError, match="are of another model, .*k_proj.* is missing there"):
         load_weights(get_peft_model(small_model()[0], LoraConfig(**LORA)), folder)
     with pytest.raises(ValueError, match="there is no folder .*nowhere"):
         load_weights(trainer.model, tmp_path / "nowhere")
@@ -975,7 +975,7 @@ def test_a_resume_that_fails_changes_no_weight(tmp_path):
     for trainer, words in (
         (
             small_trainer(tmp_path / "lora", model=adapted("q_proj")),
-            "unexpected .*v_proj.*give the model, or the peft_config, that was saved",
+            "v_proj.* missing here.* Give the model, or the peft_config, that was saved",
         ),
         (small_trainer(tmp_path / "full", weight_decay=0.1), "does not fit this run"),
     ):

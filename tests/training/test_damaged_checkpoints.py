@@ -4,7 +4,6 @@ doctored and given a new manifest. What is wrong is a sentence, and nothing of t
 
 import copy
 import json
-import math
 import random
 import shutil
 
@@ -15,13 +14,11 @@ from safetensors.torch import load_file, save_file
 from small_runs import small_model, small_trainer
 
 from grpo_nb.training.checkpoint import (
-    file_fault,
     find_checkpoint,
     load_weights,
     newest_whole_checkpoint,
     write_manifest,
 )
-from grpo_nb.training.optimizer import Inspector, check_optimizer_state, make_optimizer
 from grpo_nb.training.state import random_state
 
 LORA = dict(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -115,164 +112,9 @@ def test_flipped_bytes_and_cut_tails(saved, tmp_path):
             path.write_bytes(data[:place] + bytes([other]) + data[place + 1 :])
         else:
             path.write_bytes(data[:place])
-        assert path.name in refused(trainer, folder) or path.name == "manifest.json"
+        if path.name != "manifest.json":  # a blank in it says nothing about a file
+            assert path.name in refused(trainer, folder)
         path.write_bytes(data)
-
-
-def put(*path_and_value):
-    "A change of a nested entry: the path to it, and the value or a function of the old one."
-    *path, name, value = path_and_value
-
-    def change(contents):
-        for key in path:
-            contents = contents[key]
-        contents[name] = value(contents[name]) if callable(value) else value
-
-    return change
-
-
-def drop(*path):
-    def change(contents):
-        for key in path[:-1]:
-            contents = contents[key]
-        del contents[path[-1]]
-
-    return change
-
-
-STATE, BATCH = ("processes", 0, "state"), ("processes", 0, "state", "batch")
-RANDOM, OPTIMIZER = (*STATE, "random"), ("shared", "update", "optimizer")
-GROUP, MOMENTS = (*OPTIMIZER, "param_groups", 0), (*OPTIMIZER, "state", 0)
-SCHEDULE, BONUS = ("shared", "update", "schedule"), ("shared", "update", "entropy_bonus")
-
-
-def numpy_at(index, value):
-    return lambda old: tuple(value if i == index else part for i, part in enumerate(old))
-
-
-DOCTORED = {
-    "a later update": put(*STATE, "global_step", 999),
-    "no update yet": put(*STATE, "global_step", 0),
-    "a negative update": put(*STATE, "global_step", -1),
-    "an update in words": put(*STATE, "global_step", "three"),
-    "half an update": put(*STATE, "global_step", 2.5),
-    "another cycle": put(*STATE, "cycle", 7),
-    "a negative cycle": put(*STATE, "cycle", -2),
-    "a place beyond the cycle": put(*STATE, "micro_step", 99),
-    "another place": put(*STATE, "micro_step", 1),
-    "another epoch": put(*STATE, "epoch", 5.0),
-    "an epoch that is NaN": put(*STATE, "epoch", math.nan),
-    "negative tokens": put(*STATE, "tokens", -5),
-    "seconds that are NaN": put(*STATE, "seconds", math.nan),
-    "a best evaluation in the future": put(*STATE, "best_global_step", 77),
-    "a best evaluation in words": put(*STATE, "best_metric", "high"),
-    "a best checkpoint that is none": put(*STATE, "best_model_checkpoint", 5),
-    "no cycle": drop(*STATE, "cycle"),
-    "an entry that hides a method": put(*STATE, "advance", 1),
-    "no state": drop(*STATE),
-    "a state that is a list": put(*STATE, []),
-    "no random state of NumPy": drop(*RANDOM, "numpy"),
-    "NumPy past its end": put(*RANDOM, "numpy", numpy_at(2, 10**9)),
-    "too few numbers for NumPy": put(*RANDOM, "numpy", numpy_at(1, [1, 2, 3])),
-    "a short state of torch": put(*RANDOM, "torch", lambda old: old[:-8]),
-    "floats as the state of torch": put(*RANDOM, "torch", lambda old: old.float()),
-    "a short state of Python": put(*RANDOM, "python", (3, (1, 2), None)),
-    "no completions": put(*STATE, "batch", None),
-    "a row too few": put(
-        *BATCH, lambda old: {name: x[1:] for name, x in old.items() if x is not None}
-    ),
-    "an unknown token": put(*BATCH, "completion_ids", lambda old: old + 10**9),
-    "a negative token": put(*BATCH, "prompt_ids", lambda old: old - 10**9),
-    "tokens that are floats": put(*BATCH, "prompt_ids", lambda old: old.float()),
-    "one advantage too many": put(*BATCH, "advantages", lambda old: torch.cat([old, old[:1]])),
-    "an advantage that is NaN": put(*BATCH, "advantages", lambda old: old * math.nan),
-    "log-probs of other tokens": put(*BATCH, "rollout_logps", lambda old: old[:, 1:]),
-    "padding inside": put(*BATCH, "completion_mask", lambda old: old.flip(1).logical_not()),
-    "a mask of numbers": put(*BATCH, "loss_mask", lambda old: old.long()),
-    "no mask": drop(*BATCH, "loss_mask"),
-    "an unknown column": put(*BATCH, "more", torch.ones(1)),
-    "metrics in words": put("processes", 0, "metrics", "loss", [("low", 1.0)]),
-    "metrics without weights": put("processes", 0, "metrics", "loss", [1.0]),
-    "tokens of the log below zero": put("processes", 0, "recorder", "total_tokens", -1),
-    "a flag in words": put("processes", 0, "callbacks", "should_save", "yes"),
-    "a missing flag": drop("processes", 0, "callbacks", "should_evaluate"),
-    "moments of another shape": put(*MOMENTS, "exp_avg", lambda old: old[:-1]),
-    "moments of another size": put(*MOMENTS, "exp_avg_sq", torch.zeros(3)),
-    "moments that are whole numbers": put(*MOMENTS, "exp_avg", lambda old: old.long()),
-    "moments that are NaN": put(*MOMENTS, "exp_avg", lambda old: old * math.nan),
-    "negative squares": put(*MOMENTS, "exp_avg_sq", lambda old: old - 1),
-    "a step below zero": put(*MOMENTS, "step", torch.tensor(-1.0)),
-    "an infinite step": put(*MOMENTS, "step", torch.tensor(math.inf)),
-    "a step that is a row": put(*MOMENTS, "step", torch.ones(5)),
-    "no moments": drop(*MOMENTS, "exp_avg"),
-    "moments under another name": put(*MOMENTS, "more", torch.ones(1)),
-    "empty moments": put(*MOMENTS, {}),
-    "moments gone": drop(*MOMENTS),
-    "moments of a parameter that is not there": put(*OPTIMIZER, "state", 999, {}),
-    "no state of the optimizer": put(*OPTIMIZER, "state", {}),
-    "an optimizer that is empty": put(*OPTIMIZER, {}),
-    "no groups": put(*OPTIMIZER, "param_groups", []),
-    "parameters in another order": put(*GROUP, "params", lambda old: old[::-1]),
-    "a negative rate": put(*GROUP, "lr", -1.0),
-    "a rate that is NaN": put(*GROUP, "lr", math.nan),
-    "a beta above one": put(*GROUP, "betas", (0.9, 1.5)),
-    "three betas": put(*GROUP, "betas", (0.9, 0.9, 0.9)),
-    "an epsilon in words": put(*GROUP, "eps", "small"),
-    "no decay": drop(*GROUP, "weight_decay"),
-    "uphill": put(*GROUP, "maximize", True),
-    "another kind of moments": put(*GROUP, "amsgrad", True),
-    "a schedule at its end": put(*SCHEDULE, "last_epoch", 999),
-    "a schedule before its beginning": put(*SCHEDULE, "last_epoch", -1),
-    "a schedule that stands elsewhere": put(*SCHEDULE, "last_epoch", 1),
-    "no place in the schedule": drop(*SCHEDULE, "last_epoch"),
-    "no rates": put(*SCHEDULE, "_last_lr", []),
-    "another first rate": put(*SCHEDULE, "base_lrs", lambda old: [9.0 for _ in old]),
-    "no functions": drop(*SCHEDULE, "lr_lambdas"),
-    "an entry that hides the schedule's step": put(*SCHEDULE, "step", 3),
-    "a bonus that is NaN": put(*BONUS, "coef", math.nan),
-    "no bonus": drop(*BONUS, "last"),
-    "no scaler": drop("shared", "update", "scaler"),
-    "a record of the future": put("history", 0, "step", 999),
-    "a record without a step": drop("history", 0, "step"),
-    "a reward in words": put("history", 0, "reward", "good"),
-    "a log that is a number": put("history", 5),
-    "settings cut off": put("config", lambda old: old[: len(old) // 2]),
-    "unknown settings": put("config", lambda old: json.dumps({**json.loads(old), "more": 1})),
-    "impossible settings": put("config", lambda old: json.dumps({**json.loads(old), "beta": -1})),
-    "other data": put("rows", 13),
-    "rows in words": put("rows", "twelve"),
-    "no processes": put("processes", []),
-    "two processes": put("processes", lambda old: old * 2),
-    "no log": drop("history"),
-    "an unknown entry": put("more", 1),
-}
-
-
-def doctor(folder, change):
-    contents = torch.load(folder / "training_state.pt")
-    change(contents)
-    torch.save(contents, folder / "training_state.pt")
-    write_manifest(folder)
-
-
-@pytest.mark.long
-def test_doctored_contents_with_a_new_manifest(saved, tmp_path):
-    whole, trainer = saved
-    assert len(DOCTORED) >= 50
-    silent = []
-    for name, change in DOCTORED.items():
-        folder = shutil.copytree(whole, tmp_path / "checkpoint-3")
-        doctor(folder, change)
-        try:
-            refused(trainer, folder)
-        except BaseException as error:
-            silent.append(f"{name}: {type(error).__name__}: {error}"[:300])
-        shutil.rmtree(folder)
-    assert not silent, "\n".join(silent)
-
-
-def doctored_reference(folder):
-    doctor(folder, put("shared", "update", "reference", lambda old: (old or [torch.ones(1)])[:-1]))
 
 
 def changed_weights(change):
@@ -292,7 +134,6 @@ def text_in(name, text):
 FILES = {
     "another shape": changed_weights(lambda t, name: t.update({name: t[name][:-1].clone()})),
     "another type": changed_weights(lambda t, name: t.update({name: t[name].half()})),
-    "NaN": changed_weights(lambda t, name: t.update({name: t[name] * math.nan})),
     "a weight gone": changed_weights(lambda t, name: t.pop(name)),
     "another name": changed_weights(lambda t, name: t.update({name + "x": t.pop(name)})),
     "weights that are text": lambda folder: next(folder.glob("*.safetensors")).write_text("{}"),
@@ -306,13 +147,7 @@ FILES = {
 
 def test_doctored_files_with_a_new_manifest(saved, tmp_path):
     whole, trainer = saved
-    adapted = {
-        "another rank": lambda folder: changed_config(folder, r=3),
-        "settings of an adapter that are a list": text_in("adapter_config.json", "[]"),
-        "settings of an adapter cut off": text_in("adapter_config.json", '{"r": '),
-        "a reference with a weight too few": doctored_reference,
-        "no reference": lambda f: doctor(f, put("shared", "update", "reference", None)),
-    }
+    adapted = {"another rank": lambda folder: changed_config(folder, r=3)}
     damages = FILES | (adapted if hasattr(trainer.model, "peft_config") else {})
     for name, damage in damages.items():
         folder = shutil.copytree(whole, tmp_path / "checkpoint-3")
@@ -327,29 +162,37 @@ def changed_config(folder, **changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_manifests_that_lead_elsewhere(saved, tmp_path):
+def test_an_old_checkpoint_without_a_manifest(saved, tmp_path):
     whole, trainer = saved
     folder = shutil.copytree(whole, tmp_path / "checkpoint-3")
-    (tmp_path / "outside").write_text("x")
-    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").unlink()
+    contents = torch.load(folder / "training_state.pt")
+    del contents["shared"]["update"]["moved"], contents["data"]  # of later versions
+    torch.save(contents, folder / "training_state.pt")
+    with pytest.warns(UserWarning, match="has no manifest.json"):
+        assert find_checkpoint(True, tmp_path) == folder
+    assert trainer.checkpointer.read(folder, 12).folder == folder
 
-    def manifest(change):
-        files = json.loads(text)["files"]
-        change(files)
-        plain = {"version": 1, "files": files}
-        (folder / "manifest.json").write_text(json.dumps(plain, indent=1, sort_keys=True) + "\n")
 
-    nothing = {"bytes": 1, "sha256": "0" * 64}
-    manifest(lambda files: files.update({"../outside": nothing}))
-    assert "outside the checkpoint" in refused(trainer, folder)
-    manifest(lambda files: files.update({"sub": nothing}))
-    (folder / "sub").mkdir()
-    assert "is no file" in refused(trainer, folder)
-    manifest(lambda files: files.clear())
-    assert "training_state.pt is not in manifest.json" in refused(trainer, folder)
-    (folder / "manifest.json").write_text(text)
-    shutil.copy(next(folder.glob("*.safetensors")), folder / "more.safetensors")
-    assert "more.safetensors is not in manifest.json" in refused(trainer, folder)
+def test_moments_of_another_optimizer_are_refused(tmp_path):
+    "One that a script has made, of which no setting says anything."
+
+    def run(kind, folder, **changes):
+        model, tokenizer = small_model()
+        given = dict(optimizers=(kind(model.parameters(), lr=0.01), None))
+        how = dict(model=model, tokenizer=tokenizer, arguments=given)
+        return small_trainer(tmp_path / folder, **how, **changes)
+
+    run(torch.optim.AdamW, "one", save_strategy="steps", save_steps=2).train()
+    with pytest.raises(ValueError, match="it is of AdamW with groups of .* and here is SGD"):
+        run(torch.optim.SGD, "other").train(resume_from_checkpoint=tmp_path / "one/checkpoint-2")
+
+
+def test_float16_that_is_new_begins_with_a_scale_of_its_own(tmp_path):
+    small_trainer(tmp_path, save_strategy="steps", save_steps=2).train()
+    trainer = small_trainer(tmp_path, max_steps=3, fp16=True)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3 and trainer.precision.scaler.get_scale() > 1
 
 
 def test_links_are_followed(saved, tmp_path):
@@ -370,30 +213,6 @@ def test_links_are_followed(saved, tmp_path):
     assert "is gone" in refused(trainer, link)
 
 
-def test_an_old_checkpoint_without_a_manifest(saved, tmp_path):
-    whole, trainer = saved
-    folder = shutil.copytree(whole, tmp_path / "checkpoint-3")
-    doctor(folder, drop("shared", "update", "trained"))  # of later versions
-    (folder / "manifest.json").unlink()
-    with pytest.warns(UserWarning, match="has no manifest.json"):
-        assert find_checkpoint(True, tmp_path) == folder
-    assert trainer.checkpointer.read(folder, 12).folder == folder
-    state, chance = folder / "training_state.pt", random.Random(3)
-    data = state.read_bytes()
-    noticed = 0
-    for _ in range(20):  # in the middle of an archive whose parts have checksums
-        place = chance.randrange(len(data) // 4, len(data) // 2)
-        state.write_bytes(data[:place] + bytes([data[place] ^ 5]) + data[place + 1 :])
-        noticed += "training_state.pt" in (file_fault(folder) or "")
-        state.write_bytes(data)
-    assert noticed >= 15 and file_fault(folder) is None  # the others are padding between parts
-    doctor_state = torch.load(state)
-    doctor_state["processes"][0]["state"]["global_step"] = 999
-    torch.save(doctor_state, state)
-    with pytest.warns(UserWarning, match="has no manifest.json"):
-        assert "global_step" in refused(trainer, folder)
-
-
 def test_the_best_model_is_checked_before_it_is_loaded(tmp_path):
     first = make(tmp_path, save_strategy="steps", save_steps=2, save_only_model=True, max_steps=2)
     first.train()
@@ -405,50 +224,6 @@ def test_the_best_model_is_checked_before_it_is_loaded(tmp_path):
     weights.write_bytes(data)
     with pytest.raises(ValueError, match="adapter_model.safetensors is not what was written"):
         load_weights(first.model, folder)
-
-
-@pytest.mark.parametrize("name", ["adamw_torch", "adamw_torch_fused", "sgd", "adafactor"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_state_that_fits_is_accepted(name, dtype, tmp_path):
-    "Each optimizer's own state, after steps and after a way through a file, on every shape."
-    shapes = {"a": (6, 4), "b": (3, 6, 4), "norm": (6,), "unused": (2, 2)}
-    config = make(tmp_path / "run", optim=name).config
-    weights = {n: torch.nn.Parameter(torch.ones(s, dtype=dtype)) for n, s in shapes.items()}
-    optimizer, state = make_optimizer(config, weights), None
-    for _ in range(2):
-        for key, p in weights.items():
-            p.grad = None if key == "unused" else torch.randn_like(p)
-        optimizer.step()
-        torch.save(optimizer.state_dict(), tmp_path / "state.pt")
-        state = torch.load(tmp_path / "state.pt")
-        check_optimizer_state(optimizer, state, Inspector("'there'"))
-        optimizer.load_state_dict(state)
-    check_optimizer_state(make_optimizer(config, weights), state, Inspector("'there'"))
-    for number, entry in state["state"].items():
-        for key, value in entry.items():
-            if isinstance(value, torch.Tensor):
-                wrong = {**entry, key: torch.ones(7, 7)}
-                doctored = {**state, "state": {**state["state"], number: wrong}}
-                with pytest.raises(ValueError, match=key):
-                    check_optimizer_state(optimizer, doctored, Inspector("'there'"))
-
-
-def test_the_scaler_of_float16(tmp_path):
-    first = make(tmp_path / "half", fp16=True, save_strategy="steps", save_steps=3)
-    first.train()
-    folder, trainer = tmp_path / "half" / "checkpoint-3", make(tmp_path / "on", fp16=True)
-    trainer.checkpointer.read(folder, 12)
-    for change in (
-        put("shared", "update", "scaler", {}),
-        put("shared", "update", "scaler", "scale", math.nan),
-        put("shared", "update", "scaler", "scale", -1.0),
-        put("shared", "update", "scaler", "_growth_tracker", "high"),
-    ):
-        copied = shutil.copytree(folder, tmp_path / "checkpoint-3")
-        doctor(copied, change)
-        with pytest.raises(ValueError, match="scale"):
-            trainer.train(resume_from_checkpoint=copied)
-        shutil.rmtree(copied)
 
 
 def test_a_damaged_log_is_restored(tmp_path, capsys):

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -465,7 +464,7 @@ def resumed(folder, rows=ROWS, checkpoint=True):
 
 def test_other_rows_of_equal_number_are_refused(resumable):
     for others in (OTHERS, ROWS[::-1], Dataset.from_list(OTHERS)):
-        with pytest.raises(ValueError, match="12 rows, as it had when .* and they are others"):
+        with pytest.raises(ValueError, match="would be lost: digest of the rows is"):
             resumed(resumable, others)
     for same in (ROWS, [dict(reversed(row.items())) for row in ROWS], Dataset.from_list(ROWS)):
         assert "compared" not in resumed(resumable, same)
@@ -480,22 +479,13 @@ def test_a_checkpoint_without_a_digest_goes_on_and_says_so(tmp_path):
     (folder / "manifest.json").unlink()
     with pytest.warns(UserWarning, match="has no manifest"):
         said = resumed(tmp_path, OTHERS)
-    assert said.count("its rows were not compared") == 1
+    assert said.count("whether the rows are the same was not compared") == 1
 
 
 def test_a_stream_says_that_it_has_no_digest(tmp_path):
     rows = IterableDataset.from_generator(lambda: iter(ROWS))
     small_trainer(tmp_path, rows=rows, save_strategy="steps", save_steps=1).train()
     assert "a stream has no digest" in resumed(tmp_path, rows)
-
-
-@pytest.mark.parametrize("name", ["checkpoint-7", "checkpoint-1"])
-def test_a_renamed_checkpoint_is_refused(resumable, tmp_path, name):
-    copy = shutil.copytree(resumable / "checkpoint-2", tmp_path / name)
-    with pytest.raises(ValueError, match="holds step 2: .* Name it checkpoint-2 again"):
-        resumed(tmp_path)
-    copy.rename(tmp_path / "a-good-one")  # which claims nothing
-    resumed(tmp_path / "elsewhere", checkpoint=tmp_path / "a-good-one")
 
 
 def test_a_digest_is_of_what_rows_hold_and_not_of_their_objects(tmp_path):

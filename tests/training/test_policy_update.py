@@ -24,7 +24,7 @@ from grpo_nb.model import experts_grouped, limits
 from grpo_nb.model.adapters import route_adapters
 from grpo_nb.model.recorded_layers import record_layers
 from grpo_nb.training import policy_update
-from grpo_nb.training.optimizer import Inspector, make_optimizer
+from grpo_nb.training.optimizer import make_optimizer
 from grpo_nb.training.policy_logprobs import TrainingBatch
 from grpo_nb.training.policy_model import Precision, Reference, load_policy
 from grpo_nb.training.policy_update import (
@@ -337,7 +337,7 @@ def test_a_state_goes_there_and_back():
     saved = copy.deepcopy(first.state_dict())  # as a file would be
     second, _ = update_of(optim="adamw_torch", use_adaptive_entropy=True, entropy_coef=0.1)
     second.model.load_state_dict(first.model.state_dict())
-    second.check_state_dict(saved, Inspector("'there'"))
+    second.check_state_dict(saved, "'there'")
     second.load_state_dict(saved)
     for update in (first, second):
         update.accumulate(batch, batch)
@@ -354,14 +354,14 @@ def test_what_does_not_fit_is_refused_and_changes_nothing():
     other, _ = update_of(optim="adamw_torch", beta=0.1, weight_decay=0.1)
     before = other.optimizer.state_dict()
     with pytest.raises(ValueError, match="optimizer's state in 'there' does not fit this run"):
-        other.check_state_dict(first.state_dict(), Inspector("'there'"))
+        other.check_state_dict(first.state_dict(), "'there'")
     assert other.optimizer.state_dict() == before
     with torch.no_grad():
         for p in first.reference.model.parameters():
             p.mul_(1.5)
     same, _ = update_of(optim="adamw_torch", beta=0.1)
     with pytest.raises(ValueError, match="began with another one"):
-        same.check_state_dict(first.state_dict(), Inspector("'there'"))
+        same.check_state_dict(first.state_dict(), "'there'")
 
 
 def test_a_new_run_keeps_the_moments_and_has_a_fresh_schedule():

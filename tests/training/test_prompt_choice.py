@@ -20,7 +20,6 @@ from small_runs import (
 
 from grpo_nb.algorithm.batching import BatchLayout
 from grpo_nb.training.collect import RolloutCollector
-from grpo_nb.training.optimizer import Inspector
 from grpo_nb.training.prompt_choice import Curriculum, idle_groups, spare_rows
 
 NAN = float("nan")
@@ -110,20 +109,6 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path):
         for name, weight in weights_of(whole.model).items():
             assert torch.equal(weight, weights_of(rest.model)[name])
         assert without_clocks(rest.log_history) == without_clocks(whole.log_history)
-
-
-@pytest.mark.parametrize(
-    "rates, said",
-    [
-        ({12: 0.5}, "a row of the curriculum"),
-        ({3: 1.5}, "the pass rate of row 3"),
-        ({3: NAN}, "the pass rate of row 3"),
-    ],
-)
-def test_a_saved_rate_that_is_none_is_refused(rates, said):
-    with pytest.raises(ValueError, match=said):
-        Curriculum(0).check_state_dict({"rates": rates}, Inspector("x", rows=12))
-    Curriculum(0).check_state_dict({"rates": {11: 0.5}}, Inspector("x", rows=12))
 
 
 def test_what_is_half_known_comes_first():

@@ -175,7 +175,7 @@ def test_a_sharded_run_draws_and_resumes_bit_for_bit(ranks):
 def test_a_checkpoint_of_two_processes_goes_on_with_one(ranks, tmp_path):
     folder, one = ranks[1] / "sampled" / "checkpoint-2", dict(fsdp=None, max_steps=3)
     saved = load_file(folder / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="written by 2 processes and this run has 1: they draw 8"):
+    with pytest.raises(ValueError, match="written by 2 processes and this run has 1: start as"):
         sampled(tmp_path, "other", folder, **one)
     trainer = sampled(tmp_path, "one", folder, gradient_accumulation_steps=2, **one)
     then, now = trainer.log_history[-2:]
