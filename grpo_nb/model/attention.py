@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LARGEST_BAND', 'ROWS_PER_PIECE', 'CUDNN_STEP', 'FEW_QUERIES', 'BACKENDS', 'MODELS_WITH_SINKS', 'eager', 'sdpa',
-           'sdpa_lean', 'reuse_attention', 'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft', 'check_flash', 'flash',
-           'choose_backend', 'check_tensors', 'check_mask', 'in_triton', 'sink_attention', 'ModelMask', 'check_chunks',
-           'check_rule', 'transformers_mask', 'check_features', 'transformers_attention', 'register', 'heads_together',
-           'has_sinks', 'for_text', 'check_attention']
+           'sdpa_lean', 'reuse_attention', 'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft', 'flash', 'choose_backend',
+           'check_tensors', 'check_mask', 'in_triton', 'sink_attention', 'ModelMask', 'check_chunks', 'check_rule',
+           'transformers_mask', 'check_features', 'transformers_attention', 'register', 'heads_together', 'has_sinks',
+           'for_text', 'check_attention']
 
 # %% ../../nbs/model/03_attention.ipynb #06fd8d5a
 import functools
@@ -342,51 +342,31 @@ def _pad_to_step(*tensors):
         for x in tensors
     ]
 
-
-def _window_sizes(window):
-    "A window as the flash kernel's arguments: keys to the left and to the right of a query."
-    if window is None:
-        return dict(window_size_left=None, window_size_right=None)
-    return dict(window_size_left=window - 1, window_size_right=0)
-
 # %% ../../nbs/model/03_attention.ipynb #6570c3fe
-def _flash_forward(q, k, v, scale, window):
+def _flash_forward(q, k, v, scale):
     "A kernel's output, lse (B, Hq, Lq), and what else its backward pass needs."
     if not q.is_cuda:
         return *torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, True, scale=scale
         ), ()
-    if _cudnn_takes(q, k, window):
-        out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            *_pad_to_step(q, k, v), None, True, 0.0, True, False, scale=scale
-        )
-        return out[:, :, : q.shape[2]], lse[:, :, : q.shape[2], 0], random
-    given = *(x.transpose(1, 2) for x in (q, k, v)), None, None, q.shape[2], k.shape[2]
-    out, lse, *random, _ = torch.ops.aten._flash_attention_forward(
-        *given, 0.0, True, False, scale=scale, **_window_sizes(window)
+    out, lse, _, _, _, _, *random, _ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *_pad_to_step(q, k, v), None, True, 0.0, True, False, scale=scale
     )
-    return out.transpose(1, 2), lse, random
+    return out[:, :, : q.shape[2]], lse[:, :, : q.shape[2], 0], random
 
 # %% ../../nbs/model/03_attention.ipynb #635ea392
-def _flash_gradients(d_out, q, k, v, out, lse, random, scale, window):
+def _flash_gradients(d_out, q, k, v, out, lse, random, scale):
     "Gradients of q, k and v, from any output and lse that belong together."
     if not q.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             d_out, q, k, v, out, lse, 0.0, True, scale=scale
         )
-    if _cudnn_takes(q, k, window):
-        rows = _pad_to_step(d_out, q, k, v, out, lse[..., None])
-        length = rows[0].shape[2]
-        gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *rows, *random, None, None, None, length, length, 0.0, True, scale=scale
-        )
-        return [x[:, :, : q.shape[2]] for x in gradients]
-    d_out, q, k, v, out = (x.transpose(1, 2) for x in (d_out, q, k, v, out))
-    given = d_out, q, k, v, out, lse, None, None, q.shape[1], k.shape[1]
-    gradients = torch.ops.aten._flash_attention_backward(
-        *given, 0.0, True, *random, scale=scale, **_window_sizes(window)
+    rows = _pad_to_step(d_out, q, k, v, out, lse[..., None])
+    length = rows[0].shape[2]
+    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        *rows, *random, None, None, None, length, length, 0.0, True, scale=scale
     )
-    return [x.transpose(1, 2) for x in gradients]
+    return [x[:, :, : q.shape[2]] for x in gradients]
 
 
 def _gradient_bytes(q, k):
@@ -396,18 +376,18 @@ def _gradient_bytes(q, k):
     return numbers * (4 * q.shape[2] + 2 * q.element_size() * k.shape[2])
 
 
-def _flash_backward(d_out, q, k, v, out, lse, random, scale, window):
+def _flash_backward(d_out, q, k, v, out, lse, random, scale):
     "`_flash_gradients`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
     step = max(1, min(Hk, limits.GRADIENT_BYTES // max(_gradient_bytes(q, k), 1)))
     step = -(-Hk // -(-Hk // step))  # parts of one size, where that can be: cuDNN plans each size
     if step == Hk:
-        return _flash_gradients(d_out, q, k, v, out, lse, random, scale, window)
+        return _flash_gradients(d_out, q, k, v, out, lse, random, scale)
     gradients = [torch.empty_like(x) for x in (q, k, v)]
     for first in range(0, Hk, step):
         of_q, of_k = slice(first * G, (first + step) * G), slice(first, first + step)
         theirs = d_out[:, of_q], q[:, of_q], k[:, of_k], v[:, of_k], out[:, of_q]
-        part = _flash_gradients(*theirs, lse[:, of_q].contiguous(), random, scale, window)
+        part = _flash_gradients(*theirs, lse[:, of_q].contiguous(), random, scale)
         for whole, heads, x in zip(gradients, (of_q, of_k, of_k), part):
             whole[:, heads] = x
     return gradients
@@ -454,24 +434,24 @@ class FlashWithSinks(torch.autograd.Function):
     "A kernel of PyTorch's whose backward pass is given output and lse with the sink in them."
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, scale, window):
+    def forward(ctx, q, k, v, sinks, scale):
         def compute():
-            out, lse, random = _flash_forward(q, k, v, scale, window)
+            out, lse, random = _flash_forward(q, k, v, scale)
             sink = sinks.detach().to(lse.dtype)[:, None]  # (Hq, 1)
             return out.mul_((lse - sink).sigmoid()[..., None]), torch.logaddexp(lse, sink), *random
 
         # only a pass that will be differentiated is kept
         out, lse, *random = compute_or_reuse(compute) if any(ctx.needs_input_grad) else compute()
         ctx.save_for_backward(q, k, v, sinks, out, lse, *random)
-        ctx.scale, ctx.window = scale, window
+        ctx.scale = scale
         return out
 
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, sinks, out, lse, *random = ctx.saved_tensors
         d_sinks = _sink_gradient(d_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        gradients = _flash_backward(d_out, q, k, v, out, lse, random, ctx.scale, ctx.window)
-        return (*gradients, d_sinks, None, None)
+        gradients = _flash_backward(d_out, q, k, v, out, lse, random, ctx.scale)
+        return (*gradients, d_sinks, None)
 
 # %% ../../nbs/model/03_attention.ipynb #941c9276
 class ShiftLeft(torch.autograd.Function):
@@ -488,53 +468,27 @@ class ShiftLeft(torch.autograd.Function):
         return ShiftLeft.apply(d_x, -ctx.saved_tensors[0]), None
 
 # %% ../../nbs/model/03_attention.ipynb #f15d40b7
-def check_flash(
-    q: torch.Tensor,  # (B, Hq, Lq, D)
-) -> None:  # ValueError with what to choose
-    "ValueError for a card, number format or head size that PyTorch's flash kernel lacks."
-    if q.is_cuda and (
-        torch.cuda.get_device_capability(q.device) < (8, 0)
-        or q.dtype not in (torch.float16, torch.bfloat16)
-        or q.shape[-1] % 8
-    ):
-        raise ValueError(
-            "backend='flash' needs a GPU of compute capability 8.0, float16 or bfloat16, "
-            "and a head size that is a multiple of 8; this is "
-            f"{torch.cuda.get_device_name(q.device)}, "
-            f"{q.dtype}, {q.shape[-1]}: choose 'sdpa'"
-        )
-
-
-def _flash_knows(mask, cuda):
-    "Whether the flash kernel can express a mask: no tensor as offset, no padding beside an offset."
-    if torch.is_tensor(mask.offset):
-        return False
-    if not cuda:
-        return mask.offset == 0 and mask.window is None
-    return mask.offset == 0 or mask.pad_lens is None
-
-
 def flash(
     q, k, v, sinks, mask: Mask, scale: float
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
-    """The third fast form: flash kernels, the sink inside their `out` and `lse`. Other masks (an
-    offset that is a tensor, or one beside padding) are computed by `sdpa`."""
-    check_flash(q)
-    if sinks is None or not _flash_knows(mask, q.is_cuda):
+    """The third fast form: a kernel without sinks, corrected. On a GPU for what `choose_backend`
+    gives it; on a CPU for full layers, query 0 at key 0, and `sdpa` computes the others."""
+    others = torch.is_tensor(mask.offset) or mask.offset > 0 or mask.window is not None
+    if sinks is None or others and not q.is_cuda:
         return sdpa(q, k, v, sinks, mask, scale)
     last = mask.offset + q.shape[2]
     k, v = k[:, :, :last], v[:, :, :last]
     # a short prompt before the queries: rows of zeros cost less than the slower kernel
-    if 0 < mask.offset <= q.shape[2] // 4 and _cudnn_takes(k, k, mask.window):
+    if mask.offset:
         q = F.pad(q, (0, 0, mask.offset, 0))
-        return FlashWithSinks.apply(q, k, v, sinks, scale, None)[:, :, mask.offset :]
+        return FlashWithSinks.apply(q, k, v, sinks, scale)[:, :, mask.offset :]
     if not q.is_cuda:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if mask.pad_lens is None:
-        return FlashWithSinks.apply(q, k, v, sinks, scale, mask.window)
+        return FlashWithSinks.apply(q, k, v, sinks, scale)
     places = mask.pad_lens.clamp(max=last)
     shifted = [ShiftLeft.apply(x, places) for x in (q, k, v)]
-    out = FlashWithSinks.apply(*shifted, sinks, scale, mask.window)
+    out = FlashWithSinks.apply(*shifted, sinks, scale)
     padding = torch.arange(last, device=q.device) < places[:, None]  # (B, L)
     return ShiftLeft.apply(out, -places).masked_fill(padding[:, None, :, None], 0.0)
 
@@ -581,55 +535,37 @@ def choose_backend(
         return ask(cudnn=False)
     return kernel, why
 
-
+# %% ../../nbs/model/03_attention.ipynb #24040681
 def check_tensors(
     q: torch.Tensor,  # (B, Hq, Lq, D)
     k: torch.Tensor,  # (B, Hk, Lk, D)
     v: torch.Tensor,  # (B, Hk, Lk, D)
     sinks: torch.Tensor | None,  # (Hq,)
 ) -> None:  # ValueError with the shapes
-    "ValueError if the shapes, head counts or sinks do not fit together."
-    shapes = f"q has shape {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise ValueError(f"{shapes}, and each must be (sequences, heads, tokens, head size)")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    "Refuse shapes, head counts or sinks that do not fit together."
+    fit = q.dim() == k.dim() == 4 and k.shape == v.shape and q.shape[::3] == k.shape[::3]
+    if not fit or q.shape[1] % k.shape[1] or sinks is not None and sinks.shape != q.shape[1:2]:
+        shapes = [None if x is None else tuple(x.shape) for x in (q, k, v, sinks)]
         raise ValueError(
-            f"{shapes}: k and v must have one shape, and share the number of sequences and "
-            "the head size with q"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"{shapes}: {q.shape[1]} query heads cannot share {k.shape[1]} key heads evenly"
-        )
-    if sinks is not None and sinks.shape != q.shape[1:2]:
-        raise ValueError(
-            f"sinks has shape {tuple(sinks.shape)}, and q has {q.shape[1]} heads: give one "
-            f"number a head, shape ({q.shape[1]},), or None for attention without sinks"
+            "q, k, v and sinks have the shapes {}, {}, {} and {}: give (B, Hq, Lq, D), twice "
+            "(B, Hk, Lk, D) with Hq a multiple of Hk, and (Hq,) or None".format(*shapes)
         )
 
-# %% ../../nbs/model/03_attention.ipynb #24040681
+
 def check_mask(
     mask: Mask,  # which keys each query sees
     q: torch.Tensor,  # (B, Hq, Lq, D)
     k: torch.Tensor,  # (B, Hk, Lk, D)
 ) -> None:  # ValueError with both sizes
-    "ValueError if the mask has other sizes than the tensors."
-    if (mask.q_len, mask.kv_len) != (q.shape[2], k.shape[2]):
+    "Refuse a mask of other sizes than the tensors, or with queries behind the last key."
+    batch = len(q) if mask.pad_lens is None else len(mask.pad_lens)
+    sizes, first = (len(q), q.shape[2], k.shape[2]), mask.offset
+    behind = isinstance(first, int) and first + q.shape[2] > k.shape[2]
+    if (batch, mask.q_len, mask.kv_len) != sizes or behind:
         raise ValueError(
-            f"the mask is for {mask.q_len} queries and {mask.kv_len} keys, and there are "
-            f"{q.shape[2]} and {k.shape[2]}: make one for these tensors"
-        )
-    if isinstance(mask.offset, int) and mask.offset + q.shape[2] > k.shape[2]:
-        raise ValueError(
-            f"the last of {q.shape[2]} queries stands at position "
-            f"{mask.offset + q.shape[2] - 1} (offset {mask.offset}), and there are "
-            f"{k.shape[2]} keys: "
-            "k and v must hold every position up to the last query's"
-        )
-    if mask.pad_lens is not None and len(mask.pad_lens) != len(q):
-        raise ValueError(
-            f"pad_lens has {len(mask.pad_lens)} numbers, and there are {len(q)} sequences: "
-            "give one each"
+            f"the mask is for {batch} sequences, {mask.q_len} queries from position {first} on and "
+            f"{mask.kv_len} keys, and there are {sizes[0]}, {sizes[1]} and {sizes[2]}: make one "
+            "for these tensors, with a key for every position up to the last query's"
         )
 
 
@@ -686,6 +622,7 @@ def _resolve_backend(backend, q, k, mask):
     few = q.shape[2] <= FEW_QUERIES
     if backend == "flex":
         _announce("FlexAttention is slower than other backends: 'flex' means 'auto'")
+    if backend == "flex" or backend == "flash" and q.is_cuda:  # `auto` takes cuDNN where it can
         backend = "auto"
     if backend == "auto":
         backend, why = choose_backend(q, k, mask)

@@ -69,57 +69,14 @@ def at_offset(
     return lambda b, h, q_idx, kv_idx: predicate(b, h, q_idx + offset, kv_idx)
 
 # %% ../../nbs/model/02_masks.ipynb #95fad22b
-def _check_lengths(q_len, kv_len):
-    "Refuse numbers of queries or keys below 1."
-    for name, value in (("q_len", q_len), ("kv_len", kv_len)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"{name} is {value!r}, but it counts tokens: give a whole number of at least 1"
-            )
+def _whole(x, least):
+    "Whether a value is a whole number of at least `least`."
+    return isinstance(x, int) and not isinstance(x, bool) and x >= least
 
 
-def _check_pad_lens(pad_lens):
-    "Refuse what does not hold one length of padding for each sequence."
-    integers = torch.is_tensor(pad_lens) and pad_lens.dtype in (torch.int32, torch.int64)
-    if pad_lens is None or (integers and pad_lens.dim() == 1):
-        return
-    given = (
-        f"a tensor of shape {tuple(pad_lens.shape)}, {pad_lens.dtype}"
-        if torch.is_tensor(pad_lens)
-        else repr(pad_lens)
-    )
-    raise ValueError(
-        f"pad_lens is {given}, but it holds one length a sequence: give a tensor of "
-        "shape (B,) in int64 or int32, or None for no padding"
-    )
-
-
-def _check_offset(offset):
-    "Refuse an offset that is no position of a key."
-    if torch.is_tensor(offset):
-        if offset.dim() or offset.dtype not in (torch.int32, torch.int64):
-            raise ValueError(
-                f"offset is a tensor of shape {tuple(offset.shape)}, {offset.dtype}, but all "
-                "sequences of a batch stand at one place: "
-                "give a 0-d tensor in int64 or int32, or an int (prompts of unequal length "
-                "are padded on the left)"
-            )
-    elif isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
-        raise ValueError(
-            f"offset is {offset!r}, but it is the key position of the first query: give a "
-            "whole number of at least 0, or a 0-d integer tensor"
-        )
-
-
-def _check_window(window):
-    "Refuse a window that holds no key."
-    if window is not None and (
-        isinstance(window, bool) or not isinstance(window, int) or window < 1
-    ):
-        raise ValueError(
-            f"window is {window!r}, but a token sees at least itself: give a whole number of "
-            "at least 1, or None for no window"
-        )
+def _integers(x, dims):
+    "Whether a value is a tensor of int32 or int64 with so many dimensions."
+    return torch.is_tensor(x) and x.dtype in (torch.int32, torch.int64) and x.dim() == dims
 
 
 def check_mask_values(
@@ -130,15 +87,19 @@ def check_mask_values(
     window: Any,  # None or an int
 ) -> None:  # ValueError with what to give
     "Refuse what cannot be a `Mask`, without reading a tensor (Python would wait for the GPU)."
-    _check_lengths(q_len, kv_len)
-    _check_pad_lens(pad_lens)
-    _check_offset(offset)
-    if torch.is_tensor(offset) and pad_lens is not None and offset.device != pad_lens.device:
-        raise ValueError(
-            f"offset is on {offset.device} and pad_lens on {pad_lens.device}, but a kernel "
-            "reads both: put them on one device"
+    counts = _whole(q_len, 1) and _whole(kv_len, 1) and (window is None or _whole(window, 1))
+    pads = pad_lens is None or _integers(pad_lens, 1)
+    if not (counts and pads and (_whole(offset, 0) or _integers(offset, 0))):
+        pad_lens, offset = (
+            f"{x.dtype} of shape {tuple(x.shape)}" if torch.is_tensor(x) else repr(x)
+            for x in (pad_lens, offset)
         )
-    _check_window(window)
+        raise ValueError(
+            f"a mask cannot have {q_len=}, {kv_len=}, {window=}, offset={offset} and "
+            f"pad_lens={pad_lens}: give whole numbers of at least 1 as q_len, kv_len and window "
+            "(or None), one of at least 0 or a 0-d integer tensor as offset, and for each sequence "
+            "an integer as pad_lens, (B,), or None"
+        )
 
 # %% ../../nbs/model/02_masks.ipynb #93a3b0c8
 def _ordered(first, last, full_first, full_last, count, size):
@@ -180,15 +141,15 @@ class Mask:
 
     def __post_init__(self):
         check_mask_values(self.pad_lens, self.q_len, self.kv_len, self.offset, self.window)
-        tensor = next((x for x in (self.pad_lens, self.offset) if torch.is_tensor(x)), None)
+        tensors = [x for x in (self.pad_lens, self.offset) if torch.is_tensor(x)]
         if self.device is None:
-            object.__setattr__(
-                self, "device", torch.device("cpu") if tensor is None else tensor.device
-            )
-        elif tensor is not None and tensor.device.type != torch.device(self.device).type:
+            place = tensors[0].device if tensors else torch.device("cpu")
+            object.__setattr__(self, "device", place)
+        kind = torch.device(self.device).type
+        if any(x.device.type != kind for x in tensors):
             raise ValueError(
-                f"device is {self.device}, but pad_lens or offset is on {tensor.device}: "
-                "leave device out, or move the tensors there"
+                f"device is {self.device}, and pad_lens and offset are on "
+                f"{', '.join(str(x.device) for x in tensors)}: bring them to one device"
             )
 
     @property

@@ -334,18 +334,18 @@ def test_flex_is_auto_and_says_so(capsys):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(k=(2, 3, 20, 8)), "cannot share 3 key heads"),
-        (dict(k=(1, 2, 20, 8)), "share the number of sequences"),
-        (dict(q=(2, 4, 20)), "sequences, heads, tokens"),
-        (dict(sinks=(3,)), r"shape \(4,\)"),
+        (dict(k=(2, 3, 20, 8)), "Hq a multiple of Hk"),
+        (dict(k=(1, 2, 20, 8)), r"\(2, 4, 20, 8\), \(1, 2, 20, 8\)"),
+        (dict(q=(2, 4, 20)), r"\(2, 4, 20\)"),
+        (dict(sinks=(3,)), r"and \(3,\): give"),
         (
             dict(backend="magic"),
             "there are 'eager', 'triton', 'sdpa', 'sdpa_lean', 'flash' and 'auto'",
         ),
-        (dict(offset=3), "stands at position 22"),
-        (dict(pad_lens=torch.zeros(3, dtype=torch.long)), "pad_lens has 3 numbers"),
-        (dict(window=0), "window is 0"),
-        (dict(mask=Mask(None, 5, 5)), "the mask is for 5 queries"),
+        (dict(offset=3), "20 queries from position 3 on and 20 keys"),
+        (dict(pad_lens=torch.zeros(3, dtype=torch.long)), "the mask is for 3 sequences"),
+        (dict(window=0), "window=0"),
+        (dict(mask=Mask(None, 5, 5)), "5 queries from position 0 on and 5 keys"),
         (dict(mask=Mask(None, 20, 20), window=4), "mask is given, and so are"),
     ],
 )
