@@ -764,7 +764,6 @@ def finish(
     if _is_on_gpu(model):
         fuse_dense_layers(model)
     if layout.offload_embedding:
-        model.get_input_embeddings().requires_grad_(False)
         offload.offload_embedding(model, output_dtype=torch.float32 if wide else None)
     elif wide:
         offload.wide_residual(model)

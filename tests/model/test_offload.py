@@ -466,21 +466,11 @@ def test_the_model_is_put_back_as_it_was():
     )
 
 
-def test_refusals():
+def test_a_copy_shares_the_switch():
     model = build()
     with offload_layers(model):
-        with pytest.raises(ValueError, match="offloaded already"):
-            offload_layers(model)
         twin = copy.deepcopy(model)
         assert same(gradients(twin), gradients(model))
-    with pytest.raises(ValueError, match="no transformers model"):
-        offload_layers(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="one of the two"):
-        offload_layers(model, max_host_bytes=5, store=HostStore())
-    with pytest.raises(ValueError, match="max_bytes"):
-        HostStore(max_bytes=-1)
-    with pytest.raises(ValueError, match="power of two"):
-        HostStore(page_bytes=1000)
 
 
 # The store
@@ -725,8 +715,6 @@ def test_embeddings_that_cannot_be_moved():
     tied = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)).requires_grad_(False)
     with pytest.raises(ValueError, match="tied"):
         offload_embedding(tied)
-    with pytest.raises(ValueError, match="trainable"):
-        offload_embedding(build(lora=False))
     scaled = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, sliding_window=4)).requires_grad_(False)
     with pytest.raises(ValueError, match="Gemma3TextScaledWordEmbedding"):
         offload_embedding(scaled)
@@ -739,7 +727,7 @@ def test_embeddings_that_cannot_be_moved():
     with pytest.raises(ValueError, match="HostEmbedding"):
         get_peft_model(freeze_embedding(), LoraConfig(r=2, target_modules=["embed_tokens"]))
     adapted = get_peft_model(build(lora=False), LoraConfig(r=2, target_modules=["embed_tokens"]))
-    with pytest.raises(ValueError, match="adapter"):
+    with pytest.raises(ValueError, match="with more to it"):
         offload_embedding(adapted)
 
 

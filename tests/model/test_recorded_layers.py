@@ -49,12 +49,6 @@ OSS = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_checks_of_indices(monkeypatch):
-    "They read numbers, on a CPU only."
-    monkeypatch.setattr(experts_grouped, "check_pairs", lambda *given: None)
-
-
 def gpt_oss(in_4_bit=False):
     "Two layers, one with a window, adapters on attention and experts."
     from transformers import GptOssConfig

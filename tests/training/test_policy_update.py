@@ -577,7 +577,6 @@ def test_a_run_of_recorded_layers_learns_the_same_and_gives_them_back(monkeypatc
 
     expected, kept, _, count = run()
     assert kept is None and not count
-    monkeypatch.setattr(experts_grouped, "check_pairs", lambda *given: None)
     monkeypatch.setattr(PolicyUpdate, "may_record", lambda self: True)
     switches = []
 
