@@ -4,15 +4,13 @@
 
 # %% auto #0
 __all__ = ['CODE_RMS', 'PARTS', 'OVERFLOWING', 'LEFT_ALONE', 'WORKING_MEMORY', 'fill', 'random_parameters', 'memory_by_part',
-           'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'check_capped_scores', 'stays_on_cpu',
-           'check_numbers', 'check_one_adapter', 'check_options', 'check_length', 'is_float8', 'check_one_format',
-           'check_scales', 'check_blocks', 'Layout', 'lay_out', 'check_room', 'empty_parameters', 'read_weights',
-           'finish', 'select_experts', 'load_model']
+           'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'stays_on_cpu', 'check_one_adapter',
+           'check_options', 'check_length', 'is_float8', 'check_one_format', 'Layout', 'check_room', 'empty_parameters',
+           'read_weights', 'finish', 'select_experts', 'load_model']
 
 # %% ../../nbs/model/25_loading.ipynb #0dc36676
 import copy
 import gc
-import importlib
 import math
 import re
 import time
@@ -21,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +38,9 @@ from grpo_nb.model.adapters import (
     resolve_targets,
     route_adapters,
 )
-from .attention import TRANSFORMERS_NAMES, check_attention, for_text, has_sinks
+from .attention import check_attention, for_text, has_sinks
 from grpo_nb.model.float8 import (
     METHOD,
-    SCALE,
     Float8Config,
     Float8Quantizer,
     block_in_files,
@@ -51,12 +49,12 @@ from grpo_nb.model.float8 import (
 from .fused_layers import fuse_dense_layers, fuse_layers
 from .memory_bytes import longest_sequence, why_no_longer
 from .memory_fit import free_memory
-from .mxfp4 import BLOCK, dequantize
-from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of
+from .packed import FrozenWeight, PackedWeight
 from grpo_nb.model.stored_weights import (
     Form,
     Step,
     Stored,
+    empty_blocks,
     forms,
     in_form,
     in_towers,
@@ -148,11 +146,13 @@ CODE_RMS = 8.5625**0.5  # root mean square of the 16 codes of MXFP4
 
 def _random_packed(shape, dtype, device, std):
     "Random MXFP4 bytes whose weights have about this standard deviation."
-    E, columns, rows = shape
     exponent = round(math.log2(std / CODE_RMS)) + 127
-    size, options = (E, rows, columns // BLOCK), dict(dtype=torch.uint8, device=device)
-    blocks = torch.randint(256, (*size, BLOCK // 2), **options)
-    return PackedWeight(blocks, torch.randint(exponent - 1, exponent + 1, size, **options), dtype)
+    blocks, scales = empty_blocks(shape, device)
+    blocks, scales = (
+        torch.randint_like(blocks, 256),
+        torch.randint_like(scales, exponent - 1, exponent + 1),
+    )
+    return PackedWeight(blocks, scales, dtype)
 
 
 def _random_module(model, path, module, names, wanted, devices):
@@ -334,25 +334,7 @@ def choose_attention(
         attention = attn_implementation
     if has_sinks(config):
         check_attention(config, attention)
-    check_capped_scores(config, attention)
     return for_text(config, attention)
-
-
-def check_capped_scores(
-    model: Any,  # a model of transformers, wrapped by PEFT or not, or its config
-    # what is to be selected; None: what the model or config has selected
-    attn_implementation: str | None = None,
-) -> None:  # ValueError with what to choose
-    "Refuse an attention of this library for a model that caps its scores, such as Gemma 2."
-    config = (model.config if isinstance(model, torch.nn.Module) else model).get_text_config()
-    name = attn_implementation or getattr(config, "_attn_implementation", None)
-    cap = getattr(config, "attn_logit_softcapping", None)
-    if cap and name in TRANSFORMERS_NAMES:
-        raise ValueError(
-            f"the model caps its scores (softcap {cap:g}), which "
-            f"attn_implementation={name!r} does not: choose 'eager' or 'flex_attention', as "
-            "in model.set_attn_implementation('eager')"
-        )
 
 # %% ../../nbs/model/25_loading.ipynb #465cc7b5
 LEFT_ALONE = (
@@ -367,16 +349,6 @@ def stays_on_cpu(model: Any) -> bool:  # a model, or the name of one that is not
     return torch.backends.mps.is_available() and device.type == "cpu"
 
 # %% ../../nbs/model/25_loading.ipynb #0fc5026f
-def check_numbers(max_seq_length: int, lora_r: int) -> None:  # ValueError with what to give
-    "Refuse a length below 1 or a negative rank."
-    if not isinstance(max_seq_length, int) or max_seq_length < 1:
-        raise ValueError(
-            f"max_seq_length is {max_seq_length!r}: give a number of tokens, 1 or more"
-        )
-    if not isinstance(lora_r, int) or lora_r < 0:
-        raise ValueError(f"lora_r is {lora_r!r}: give the rank of the adapters, or 0 for none")
-
-
 def check_one_adapter(
     adapter: str,  # folder of a saved one
     lora_r: int,
@@ -459,41 +431,6 @@ def check_one_format(
             f"weights are asked for in 4 bits, and {there}: give one of load_in_4bit and "
             "load_in_fp8, and for 4 bits a checkpoint in 16"
         )
-    settings = dict(getattr(config, "quantization_config", None) or {})
-    if load_in_fp8 and settings and not is_float8(config):
-        raise ValueError(
-            f"the checkpoint is quantised by {settings.get('quant_method')!r} already: leave "
-            "load_in_fp8 out, or give a checkpoint in 16 bits"
-        )
-
-
-def check_scales(
-    stored: dict[str, Stored],  # from `read_checkpoint`
-) -> None:  # ValueError with the names
-    "Refuse codes of float8 whose scales are not beside them under the released names."
-    codes = [name for name, x in stored.items() if x.dtype == "F8_E4M3"]
-    alone = [name for name in codes if f"{name}{SCALE}" not in stored]
-    if alone:
-        raise ValueError(
-            f"{len(alone)} of {len(codes)} weights in float8 have no scales beside them "
-            f"({alone[0]}{SCALE} is not there): only checkpoints of transformers' "
-            "FineGrainedFP8Config are read; take one in bfloat16, with load_in_fp8=True"
-        )
-
-
-def check_blocks(
-    model: torch.nn.Module,  # a skeleton
-) -> None:  # ValueError with the sizes that are possible
-    "Refuse a skeleton whose experts MXFP4 cannot hold."
-    for name, experts in experts_of(model).items():
-        for p in EXPERTS:
-            inputs = getattr(experts, p).shape[1]
-            if inputs % BLOCK:
-                raise ValueError(
-                    f"{name}.{p} has {inputs} inputs, but MXFP4 has "
-                    f"blocks of {BLOCK}: choose a hidden size and an intermediate size that "
-                    f"are divisible by {BLOCK}, or leave load_in_4bit out"
-                )
 
 # %% ../../nbs/model/25_loading.ipynb #89760fda
 @dataclass(frozen=True)
@@ -505,13 +442,43 @@ class Layout:
     folder: Path | None  # with the weights; None: random weights
     dtype: torch.dtype
     device: torch.device  # of the model
-    load_in_4bit: bool
-    load_in_fp8: bool | str | None  # of weights that files do not have in float8 already
-    offload_embedding: bool  # the input embedding's device is the CPU
-    forms: dict[str, Form]  # by name of the parameter
-    devices: dict[str, torch.device]  # by name of the parameter
-    stored: dict[str, Stored]  # tensors of the folder
-    steps: list[Step]  # of a gpt-oss from a folder: how each parameter is read
+    load_in_4bit: bool = False  # these three as in `load_model`
+    attention_4bit: bool = False
+    load_in_fp8: bool | str | None = None
+    offload_embedding: bool = False  # the input embedding's device is the CPU
+
+    @cached_property
+    def forms(self) -> dict[str, Form]:  # by name of the parameter; ValueError
+        "The form of each parameter."
+        eight = self.load_in_fp8
+        found = forms(self.model, self.dtype, self.load_in_4bit, self.attention_4bit, eight)
+        if eight and not is_float8(self.config):
+            if all(form.kind != "float8" for form in found.values()):
+                raise ValueError(
+                    f"load_in_fp8 is {eight!r}, and a {self.config.model_type} has no linear "
+                    "layers or experts of torch's own in its layers that could be stored so: "
+                    "leave it out"
+                )
+        return found
+
+    @cached_property
+    def devices(self) -> dict[str, torch.device]:  # by name of the parameter
+        "The device of each parameter."
+        host = self.model.get_input_embeddings().weight if self.offload_embedding else None
+        return {
+            name: torch.device("cpu") if p is host else self.device
+            for name, p in self.model.named_parameters()
+        }
+
+    @cached_property
+    def stored(self) -> dict[str, Stored]:  # by name; ValueError if a file is missing or cut off
+        "The tensors of the folder."
+        return read_checkpoint(self.folder) if self.folder else {}
+
+    @cached_property
+    def steps(self) -> list[Step]:  # ValueError if files and model differ
+        "How each parameter of a gpt-oss is read."
+        return match(self.model, self.stored, self.forms) if self.folder else []
 
     def nbytes(
         self,
@@ -525,52 +492,6 @@ class Layout:
             in_files = sum(tensor.nbytes for tensor in self.stored.values())
             return Counter({max(total, key=total.get): in_files})
         return total
-
-# %% ../../nbs/model/25_loading.ipynb #9c28538b
-def lay_out(
-    model: torch.nn.Module,  # a skeleton
-    config: Any,  # of transformers
-    folder: Path | None,  # with the weights; None: random weights
-    dtype: torch.dtype,
-    device: torch.device,
-    load_in_4bit: bool = False,
-    attention_4bit: bool = False,
-    offload_embedding: bool = False,  # the embedding's device is the CPU
-    load_in_fp8: bool | str | None = None,  # as in `load_model`
-) -> Layout:
-    "Find forms, devices and sources of all parameters; ValueError if files and model differ."
-    wanted = forms(model, dtype, load_in_4bit, attention_4bit, load_in_fp8)
-    oss = has_sinks(config)
-    if oss and load_in_4bit:
-        check_blocks(model)
-    eight = any(form.kind == "float8" for form in wanted.values())
-    if load_in_fp8 and not eight and not is_float8(config):
-        raise ValueError(
-            f"load_in_fp8 is {load_in_fp8!r}, and a {config.model_type} has no linear layers or "
-            "experts of torch's own in its layers that could be stored so: leave it out"
-        )
-    embedding = model.get_input_embeddings().weight
-    devices = {
-        name: torch.device("cpu") if p is embedding and offload_embedding else device
-        for name, p in model.named_parameters()
-    }
-    stored = read_checkpoint(folder) if folder else {}
-    check_scales(stored)
-    steps = match(model, stored, wanted) if folder and oss else []
-    return Layout(
-        model=model,
-        config=config,
-        folder=folder,
-        dtype=dtype,
-        device=device,
-        load_in_4bit=load_in_4bit,
-        load_in_fp8=load_in_fp8,
-        offload_embedding=offload_embedding,
-        forms=wanted,
-        devices=devices,
-        stored=stored,
-        steps=steps,
-    )
 
 # %% ../../nbs/model/25_loading.ipynb #10535fab
 WORKING_MEMORY = 2**28  # bytes on the device beside the finished tensors, while they are made
@@ -640,13 +561,6 @@ def _nf4_config(layout):
     "transformers' configuration for linear layers in NF4, scales quantised too."
     from transformers import BitsAndBytesConfig
 
-    try:
-        importlib.import_module("bitsandbytes")
-    except ImportError as error:
-        raise ImportError(
-            f"load_in_4bit for {layout.config.model_type} needs bitsandbytes, which is not "
-            "installed: pip install 'bitsandbytes>=0.48', or leave load_in_4bit out"
-        ) from error
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -704,10 +618,7 @@ def empty_parameters(
                 "attention_4bit out"
             )
         if form.kind == "mxfp4":
-            E, columns, rows = p.shape
-            size, options = (E, rows, columns // BLOCK), dict(dtype=torch.uint8, device="meta")
-            blocks = torch.empty(*size, BLOCK // 2, **options)
-            yield name, PackedWeight(blocks, torch.empty(size, **options), form.dtype)
+            yield name, PackedWeight(*empty_blocks(p.shape, "meta"), form.dtype)
         else:
             yield name, in_form(torch.empty_like(p, dtype=form.dtype), form)
 
@@ -853,7 +764,6 @@ def load_model(
     """Load a model for training, tensor by tensor, each in its final format on its device. After an
     error the memory is free again."""
     start, source = time.perf_counter(), name_or_path_or_config
-    check_numbers(max_seq_length, lora_r)
     if adapter := adapter_folder(source):
         check_one_adapter(adapter, lora_r)
         source = base_of_adapter(adapter)
@@ -867,10 +777,9 @@ def load_model(
 
     model = skeleton(config, dtype, attention)
     targets = resolve_targets(model, lora_targets) if lora_r else []
-    layout = lay_out(
-        *(model, config, folder, dtype, device, load_in_4bit, attention_4bit, offload_embedding),
-        load_in_fp8=load_in_fp8,
-    )
+    quantised = load_in_4bit, attention_4bit, load_in_fp8
+    layout = Layout(model, config, folder, dtype, device, *quantised, offload_embedding)
+    _ = layout.stored  # files that are missing or cut off are told before anything is read
     check_room(layout, adapter_bytes(model, targets, lora_r))
     if tokenizer is None:
         beside = Path(adapter) if adapter else None  # a run saves its tokenizer with its adapter

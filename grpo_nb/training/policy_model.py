@@ -28,7 +28,6 @@ from ..model.adapters import adapter_folder, base_of_adapter, keep_adapter, unma
 from ..model.attention import check_attention, for_text
 from ..model.experts_grouped import checkpoint_contexts, draws_numbers
 from ..model.fused_layers import fuse_dense_layers
-from ..model.loading import check_capped_scores
 from ..model.offload import check_embedding
 from ..model.packed import FrozenWeight
 from ..model.pictures import SIGHTS, load_processor
@@ -158,7 +157,6 @@ def load_named(
         model_config = given.get("config") or AutoConfig.from_pretrained(name, **where)
     if attention := given.get("attn_implementation"):
         check_attention(model_config, attention)
-        check_capped_scores(model_config, attention)
         given = {**given, "attn_implementation": for_text(model_config, attention)}
     kind, quantization = released_class(model_config), given.get("quantization_config")
     if quantization and kind is AutoModelForImageTextToText:
@@ -379,7 +377,6 @@ def load_policy(
             "pass the name"
         )
     check_attention(model)
-    check_capped_scores(model)
     parts = parts_to_train(model, config, sees, peft_config is not None)
     model = with_adapter(model, peft_config, parts)
     others = [

@@ -23,7 +23,7 @@ from transformers.trainer_utils import TrainOutput, speed_metrics
 # %% ../../nbs/training/19_trainer.ipynb #b48448c0
 from ..model.attention import check_attention
 from ..model.limits import json_text
-from ..model.loading import LEFT_ALONE, check_capped_scores
+from ..model.loading import LEFT_ALONE
 from ..model.memory_bytes import longest_sequence
 from ..model.pictures import tokenizer_in
 from ..rollout.rollout import default_stop_token_ids, named_ends, turn_closer
@@ -238,7 +238,6 @@ class Begun(Updated):
     def begin(self, resume: bool | str | Path | None) -> None:
         "Prepare a run: a new one, or one that goes on."
         check_attention(self.model)  # again: it may have been chosen since the trainer was built
-        check_capped_scores(self.model)
         if self.train_dataset is None:
             raise ValueError(
                 "there is no train_dataset: pass a datasets.Dataset, or a list of {'prompt': ...}"

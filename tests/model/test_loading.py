@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from grpo_nb.model.adapters import adaptable
-from grpo_nb.model.loading import free_memory, lay_out, load_model, memory_by_part
+from grpo_nb.model.loading import Layout, free_memory, load_model, memory_by_part
 from grpo_nb.model.packed import EXPERTS, PackedWeight, experts_of, pack_experts
 from grpo_nb.model.stored_weights import skeleton
 from grpo_nb.model.tiny import tiny_tokenizer
@@ -201,9 +201,9 @@ def test_no_bitsandbytes(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     load(family("qwen3")).save_pretrained(tmp_path)
-    with pytest.raises(ImportError, match="pip install 'bitsandbytes>="):
+    with pytest.raises(ImportError, match="bitsandbytes"):
         load(tmp_path, load_in_4bit=True)
-    with pytest.raises(ImportError, match="pip install 'bitsandbytes>="):
+    with pytest.raises(ImportError, match="bitsandbytes"):
         load(dict(model_type="gpt_oss", **SMALL), attention_4bit=True)
     with pytest.raises(ValueError, match="attention_4bit is for gpt-oss"):
         load(tmp_path, attention_4bit=True)
@@ -379,9 +379,7 @@ def test_longer_than_the_model_knows(plain, tmp_path):
 @pytest.mark.parametrize(
     "settings, sentence",
     [
-        (dict(max_seq_length=0), "max_seq_length is 0"),
         (dict(dtype="int8"), "dtype is 'int8'"),
-        (dict(lora_r=-1), "lora_r is -1"),
         (dict(device="cuda"), "no GPU"),
         (dict(attn_implementation="sdpa"), "cannot train this model, whose attention has sinks"),
     ],
@@ -420,11 +418,11 @@ def test_a_layout_counts_what_is_loaded(released):
     "By device, before a weight is read; as many bytes as the loaded model has."
     config, cpu, gpu = GptOssConfig(**SMALL), torch.device("cpu"), torch.device("cuda", 0)
     model = skeleton(config, torch.bfloat16)
-    layout = lay_out(model, config, released, torch.bfloat16, cpu, load_in_4bit=True)
+    layout = Layout(model, config, released, torch.bfloat16, cpu, load_in_4bit=True)
     loaded = load(released, load_in_4bit=True, dtype="bfloat16")
     assert layout.nbytes() == {cpu: sum(row["bytes"] for row in memory_by_part(loaded))}
     assert {step.name for step in layout.steps} == layout.forms.keys() == layout.devices.keys()
-    apart = lay_out(
+    apart = Layout(
         model, config, None, torch.bfloat16, gpu, load_in_4bit=True, offload_embedding=True
     )
     embedding = model.get_input_embeddings().weight.numel() * 2
