@@ -293,7 +293,6 @@ class LastCheckpoint:
     checkpointer: Checkpointer
     state: Any  # a TrainState
     let_go: Callable[[], None] = lambda: None  # forgets what holds the process group besides
-    lost: Callable[[], bool] = lambda: False  # whether another run has taken the folder
 
     def __post_init__(self):
         place = self.accelerator.process_index, self.accelerator.num_processes
@@ -303,8 +302,6 @@ class LastCheckpoint:
     def save_last(self) -> None:
         "Write a checkpoint after an error, of a run with one process, or of all that leave."
         step = self.checkpointer.step
-        if self.lost():
-            return
         if self.accelerator.num_processes > 1:
             if self.preemption.asked:  # else one is failing, and they cannot agree
                 self.save_together(step)

@@ -193,7 +193,6 @@ class Updated(Judged):
 
     def after_update(self) -> None:
         "Log, evaluate and save where the settings or a callback say so."
-        self.one_run.check()
         self.checkpointer.mark()
         self.callbacks.tell("on_step_end")
         if self.state.closed_epoch:
@@ -226,7 +225,6 @@ class Updated(Judged):
 
     def save_checkpoint(self) -> None:
         "Write a checkpoint of the last update."
-        self.one_run.check()
         self.leaving.preemption.begin_moving()
         self.checkpointer.save()
         self.leaving.interruptible()

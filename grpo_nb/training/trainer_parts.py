@@ -518,7 +518,7 @@ class Reporting(Parts):
             weights=self.weights,
         )
         stands = accelerator, self.checkpointer, self.state
-        self.leaving = Leaving(*stands, self.weights.let_go, lambda: self.one_run.lost)
+        self.leaving = Leaving(*stands, self.weights.let_go)
 
     def tell(self, event: str) -> None:
         "Call the method `event` of every callback, `on_save` for instance."
