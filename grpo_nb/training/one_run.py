@@ -122,6 +122,12 @@ class RunOwner(RunFile):
             f"gone, remove {str(self.path)!r}"
         )
 
+    def check_free(self) -> None:  # ValueError
+        "Refuse a folder in which a run is at work; nothing is taken."
+        with suppress(FileNotFoundError), open(self.path, "r+") as file:
+            if not self.locked(file):
+                raise ValueError(self.refusal(json.loads(file.read())))
+
 # %% ../../nbs/training/26_one_run.ipynb #07bc2b0a
 class OneRun(RunOwner):
     "The right to write into a folder: one process has it, until it ends or gives it back."
@@ -174,12 +180,6 @@ class OneRun(RunOwner):
             ) from error
         self.depth, self.over = 1, threading.Event()
         threading.Thread(target=self.live, args=(self.over,), daemon=True).start()
-
-    def check_free(self) -> None:  # ValueError
-        "Refuse a folder in which a run is at work; nothing is taken."
-        with suppress(FileNotFoundError), open(self.path, "r+") as file:
-            if not self.locked(file):
-                raise ValueError(self.refusal(json.loads(file.read())))
 
     def give_back(self) -> None:
         "Leave the folder; a copy of the process, made by fork, has nothing to give back."
