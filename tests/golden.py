@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
@@ -129,8 +130,10 @@ def resumed(folder):
 
 
 def server(folder):
+    "Each request is drawn alone: in the company of others a log-prob is rounded otherwise."
     model, tokenizer = small_model()
-    with serving(StandIn(model, tokenizer, name="small", lora_dir=folder)) as url:
+    alone = patch("grpo_nb.serving.stand_in.MOST_DRAWN_TOGETHER", 1)
+    with alone, serving(StandIn(model, tokenizer, name="small", lora_dir=folder)) as url:
         vllm = dict(use_vllm=True, vllm_mode="server", vllm_server_base_url=url)
         return run(folder, arguments={"peft_config": EXPERTS}, **vllm)
 

@@ -61,7 +61,7 @@ def kind_of_logprobs(
     return "raw" if abs(once - twice) < 0.02 * abs(once) + 1e-4 else "without cuts"
 
 # %% ../../nbs/serving/01_server.ipynb #a2b2c76e
-AT_ONCE = 32  # requests that a process has under way for each server
+AT_ONCE = 128  # requests that a process has under way for each server
 ALIKE = 0.3  # nats a token; equal weights in 16 bits differ by some hundredths
 
 # %% ../../nbs/serving/01_server.ipynb #818d96e4

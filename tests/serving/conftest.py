@@ -19,3 +19,9 @@ def start(tmp_path):
             return stand_in, stack.enter_context(serving(stand_in))
 
         yield start
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    "Each request is drawn alone, so that no clock decides how its log-probs are rounded."
+    monkeypatch.setattr("grpo_nb.serving.stand_in.MOST_DRAWN_TOGETHER", 1)

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from urllib.parse import urlencode, urlsplit
 
@@ -306,7 +307,7 @@ def drawing(url, stand_in, body=LONG):
     "A connection whose request is being drawn."
     data = json.dumps(body).encode()
     connection = started(url, head_of(len(data)), data)
-    wait_until(lambda: stand_in.lock.lock.locked())
+    wait_until(lambda: stand_in.lock.taken)
     return connection
 
 
@@ -315,6 +316,124 @@ def wait_until(there, seconds=10):
     while not there():
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+ALIKE = {"model": "small", "max_tokens": 6, "top_k": 20, "logprobs": 0, "return_token_ids": True}
+DRAWN = [
+    {"prompt": [[7, 8]], "n": 3, "seed": 11},
+    {"prompt": [[9], [7, 8]], "n": 2, "seed": 12},
+    {"prompt": [[5] * 9], "seed": 13},
+    {"prompt": [[7, 8]], "n": 2, "seed": 11},
+    {"prompt": [[6, 5]], "n": 2, "seed": 14},
+    {"prompt": [[6, 5]], "n": 2, "seed": 15, "prompt_logprobs": 0},
+]
+
+
+class Counts(StandIn):
+    "It says how many requests are drawn together."
+
+    room = 512  # completions, beyond which memory is short
+
+    def draw_for(self, group):
+        self.groups = [*getattr(self, "groups", ()), len(group)]
+        super().draw_for(group)
+
+    def draw(self, model, prompts, *others):
+        if len(prompts) > self.room:
+            raise MemoryError("no room")
+        return super().draw(model, prompts, *others)
+
+
+def sent(url, stand_in, bodies, waiting):
+    "Answers of requests that are sent at once."
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        with stand_in.lock:
+            asked = [pool.submit(ask, url, "/v1/completions", body) for body in bodies]
+            wait_until(lambda: len(stand_in.wanted) == waiting)
+        return [one.result() for one in asked]
+
+
+def same(one, other):
+    "Whether two answers have the same tokens, and log-probs that differ by roundings."
+    assert one[0] == other[0] == 200
+    pairs = list(zip(one[1]["choices"], other[1]["choices"], strict=True))
+    for a, b in pairs:
+        a, b = dict(a), dict(b)
+        logps = [x.pop("logprobs")["token_logprobs"] for x in (a, b)]
+        before = [x.pop("prompt_logprobs") for x in (a, b)]
+        assert a == b and logps[0] == pytest.approx(logps[1], abs=1e-5)
+        assert json.dumps(before[0])[:20] == json.dumps(before[1])[:20]
+    return len(pairs)
+
+
+def test_requests_sent_at_once_are_answered_as_one_by_one(start):
+    stand_in, url = start(Counts)
+    bodies = [{**ALIKE, **body} for body in DRAWN]
+    alone = [ask(url, "/v1/completions", body) for body in bodies]
+    assert stand_in.groups == [1] * 6 and stand_in.count == 6
+    wrong = {**ALIKE, "prompt": [[10**6]], "seed": 1}  # it is refused, and waits for nobody
+    *answers, refused = sent(url, stand_in, [*bodies, wrong], 6)
+    assert stand_in.groups[6:] in ([5, 1], [1, 5]) and refused[0] == 400  # one wants more said
+    assert [same(*pair) for pair in zip(answers, alone)] == [3, 4, 1, 2, 2, 2]
+    assert stand_in.count == 12 and not stand_in.wanted
+
+
+def test_what_wants_something_else_is_drawn_apart(start):
+    stand_in, url = start(Counts)
+    bodies = [{**ALIKE, **DRAWN[0]}, {**ALIKE, **DRAWN[0], "temperature": 0.7}]
+    assert [one[0] for one in sent(url, stand_in, bodies, 2)] == [200, 200]
+    assert stand_in.groups == [1, 1]
+
+
+def test_where_rows_do_not_fit_together_each_half_is_drawn(start, monkeypatch):
+    stand_in, url = start(Counts)
+    bodies = [{**ALIKE, **body} for body in DRAWN[:5]]
+    alone = [ask(url, "/v1/completions", body) for body in bodies]
+    stand_in.groups, stand_in.room = [], 5
+    large = {**ALIKE, "prompt": [[7]], "n": 6, "seed": 1}  # of its own it has no room
+    *answers, refused = sent(url, stand_in, [*bodies, large], 6)
+    assert refused[0] == 400 and "no room" in refused[1]["error"]["message"]
+    assert all(same(*pair) for pair in zip(answers, alone)) and stand_in.groups[0] == 6
+    monkeypatch.setattr("grpo_nb.serving.stand_in.MOST_DRAWN_TOGETHER", 6)
+    stand_in.groups, stand_in.room = [], 6
+    assert all(same(*pair) for pair in zip(sent(url, stand_in, bodies, 5), alone))
+    assert sum(stand_in.groups) == 5  # none was drawn in halves
+
+
+def test_one_that_leaves_does_not_hurt_those_that_wait_with_it(start):
+    stand_in, url = start(Counts)
+    bodies = [{**ALIKE, **body} for body in DRAWN[:3]]
+    alone = [ask(url, "/v1/completions", body) for body in bodies]
+    with ThreadPoolExecutor(3) as pool:
+        with stand_in.lock:
+            data = json.dumps({**ALIKE, "prompt": [[7]], "n": 400, "seed": 1}).encode()
+            leaves = started(url, head_of(len(data)), data)
+            wait_until(lambda: len(stand_in.wanted) == 1)
+            asked = [pool.submit(ask, url, "/v1/completions", body) for body in bodies]
+            wait_until(lambda: len(stand_in.wanted) == 4)
+            leaves.close()
+        answers = [one.result() for one in asked]
+    assert [same(*pair) for pair in zip(answers, alone)] == [3, 4, 1]
+
+
+def test_an_adapter_that_is_loaded_between_two_drawings_is_drawn_with(start, folder):
+    stand_in, url = start(Counts, lora_dir=folder)
+    model = moved(small_model()[0], 4)
+    save_adapter(model, folder / "between", overwrite=True)
+    bodies = [{**ALIKE, **body} for body in DRAWN[:3]]
+    before = sent(url, stand_in, bodies, 3)
+    assert load(url, "v1", folder / "between")[0] == 200
+    later = [{**one, "model": "v1"} for one in bodies]
+    answers = sent(url, stand_in, [*bodies, *later], 6)
+    assert stand_in.groups == [3, 3, 3]
+    for old, base, new, body in zip(before, answers, answers[3:], bodies):
+        assert same(old, base)
+        names = ("n", "seed", "max_tokens", "top_k")
+        params = SamplingParams(**{name: body[name] for name in names if name in body})
+        wanted = RolloutEngine(model, small_model()[1]).generate(body["prompt"], params)
+        drawn = [one["token_ids"] for one in new[1]["choices"]]
+        ids = zip(wanted.completion_ids.tolist(), wanted.lengths.tolist())
+        assert drawn == [row[:size] for row, size in ids] and new[1] != base[1]
 
 
 def test_a_client_that_leaves_frees_its_turn(start):
@@ -364,24 +483,6 @@ def test_a_connection_that_is_reset_is_no_traceback(start, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_connections_have_a_most(monkeypatch, start):
-    monkeypatch.setattr("grpo_nb.serving.stand_in.MOST_CONNECTIONS", 2)
-    _, url = start()
-    held = [started(url, [b"GET /health HTTP/1.1"]) for _ in range(2)]
-    assert all(b" 200 " in one.recv(100) for one in held)  # and they are kept open
-    with started(url, [b"GET /health HTTP/1.1"]) as one:
-        assert b" 503 " in one.recv(100)
-    held[0].close()
-    wait_until(lambda: ask_or_none(url) == 200)
-
-
-def ask_or_none(url):
-    try:
-        return ask(url, "/health")[0]
-    except OSError:
-        return None
-
-
 def test_waiting_has_a_most_and_an_end(monkeypatch, start):
     stand_in, url = start()
     body = {"prompt": [[7]], "max_tokens": 1}
@@ -397,16 +498,11 @@ def test_waiting_has_a_most_and_an_end(monkeypatch, start):
     assert ask(url, "/v1/completions", body)[0] == 200
 
 
-def test_a_body_comes_in_time_and_all_bodies_have_a_most(monkeypatch, start):
+def test_a_body_comes_in_time(monkeypatch, start):
     _, url = start()
-    monkeypatch.setattr("grpo_nb.serving.stand_in.MOST_HELD", 100)
-    assert ask(url, "/v1/completions", {"prompt": "a" * 200})[0] == 503
-    monkeypatch.setattr("grpo_nb.serving.stand_in.BODY_S", 0.2)
-    with started(url, head_of(50), b"{") as drips:
-        for pause in (0.1, 0.2):
-            time.sleep(pause)
-            drips.sendall(b" ")
-        assert b" 408 " in drips.recv(100)
+    monkeypatch.setattr("grpo_nb.serving.stand_in.Handler.timeout", 0.2)
+    with started(url, head_of(50), b"{") as stops:
+        assert b" 408 " in stops.recv(100)
     assert ask(url, "/health")[0] == 200
 
 
@@ -418,28 +514,7 @@ def test_a_name_that_was_made_to_lead_here_is_refused(url, host):
         assert ask(url, "/v1/models", headers={"Host": own})[0] == 200
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"target_modules": r"([\w.]+)+!"},
-        {"exclude_modules": r"([\w.]+)+!"},
-        {"rank_pattern": {r"([\w.]+)+!": 2}},
-        {"alpha_pattern": {r"([\w.]+)+!": 2}},
-        {"target_modules": "("},
-    ],
-)
-def test_no_pattern_of_an_adapter_matches_for_ever(url, folder, changes):
-    path = save_adapter(moved(small_model()[0]), folder / "patterns", overwrite=True)
-    config = json.loads((path / "adapter_config.json").read_text())
-    (path / "adapter_config.json").write_text(json.dumps({**config, **changes}))
-    begin = time.monotonic()
-    status, answer = load(url, "patterns", path)
-    assert status == 400 and "pattern" in answer["error"]["message"]
-    assert time.monotonic() - begin < 5 and len(ask(url, "/v1/models")[1]["data"]) == 1
-
-
-def test_a_pattern_that_matches_soon_is_peft_s(url, folder):
+def test_a_pattern_of_an_adapter_is_peft_s(url, folder):
     model = get_peft_model(small_model()[0], LoraConfig(r=2, target_modules=r".*\.(q|v)_proj"))
     model.save_pretrained(folder / "soon")
     assert load(url, "soon", folder / "soon")[0] == 200

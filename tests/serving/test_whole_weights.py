@@ -154,7 +154,9 @@ def test_the_command_of_a_server_of_whole_weights_has_no_adapters():
     assert "lora" not in words and "--enable-sleep-mode" in words
 
 
-def test_a_run_of_whole_weights_samples_from_the_server_and_goes_on_after_a_stop(start, tmp_path):
+def test_a_run_of_whole_weights_samples_from_the_server_and_goes_on_after_a_stop(
+    start, alone, tmp_path
+):
     _, url = start()
     given = dict(max_steps=3, save_strategy="steps", save_steps=2, whole=True, learning_rate=1e-3)
     through = trainer_on(url, tmp_path / "run", **given)
