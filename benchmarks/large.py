@@ -12,10 +12,11 @@ layers, random weights of full size that are made on the card, a smaller card's 
 
 The cap holds for torch, and the library is told of a card of that size (`Limits` in context.py).
 "planned" are the planner's GiB by moment and part, "as torch counts" the same without CUDA's own
-memory and gaps: what "peak" of drawing and training is to be. ("copies of the row" come on top:
-completions that are trained together share their prompt, and attention copies it.) "driver" is what
-the driver had given away, which is to stay below the cap. The only step is the first one, so its
-seconds hold what is compiled ("compiled"). A random model hardly ever draws its end token: every
+memory and gaps, and without Adam's moments, which the first step has not yet: what "peak" of
+drawing and training is to be. ("copies of the row" come on top: completions that are trained
+together share their prompt, and attention copies it.) "driver" is what the driver had given away,
+which is to stay below the cap. The only step is the first one, so its seconds hold what is compiled
+("compiled"). A random model hardly ever draws its end token: every
 completion has its full length. Positions above the model's own cost what others do, and mean
 nothing.
 """
@@ -226,7 +227,9 @@ def about(name, row):
     "A row before it is run: what it is, and what is planned."
     made = planned(row)
     gib = {m: {k: round(v / GiB, 2) for k, v in parts.items()} for m, parts in made.moments.items()}
-    counted = {"sample": made.allocated("rollout"), "train": made.allocated("head", "layer")}
+    moments = made.setup.step.trained_numbers * made.setup.step.optimizer_bytes
+    at = {"sample": ("rollout",), "train": ("head", "layer")}
+    counted = {part: made.allocated(*when) - moments for part, when in at.items()}
     if row.batch > 1:  # which a plan leaves out
         tokens, keys = row.prompt + row.batch * row.new, row.batch * (row.prompt + row.new)
         counted["copies of the row"] = row_bytes(made.setup.model, 2, tokens, keys)
