@@ -25,6 +25,8 @@ from concurrent.futures import wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from itertools import count
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +37,12 @@ from transformers import TrainerState
 from grpo_nb.environments.isolated_rewards import (
     LOG_FUNCTIONS,
     SET_PDEATHSIG,
-    ConnectionClosed,
-    DeadlinePassed,
     IsolatedReward,
     NotScored,
     describe,
-    exchange,
+    message_from,
     plain_scores,
     prctl,
-    send,
     visible,
 )
 from .data import as_template_takes
@@ -210,7 +209,7 @@ def sendable(
 def answer_and_exit(
     function: Callable,
     given: dict[str, Any],  # its arguments
-    line: int,  # a pipe to the process that was copied
+    line: Connection,  # to the process that was copied
 ) -> None:  # never returns
     "In the copy: call the function, send what came of it, and end without Python's clean-up."
     try:
@@ -228,7 +227,7 @@ def answer_and_exit(
         if inspect.isawaitable(answer):
             answer = run_coroutines([answer])[0]
         sys.stdout.flush()
-        send(line, pickle.dumps((sendable(answer), sendable(told))))
+        line.send_bytes(pickle.dumps((sendable(answer), sendable(told))))
     finally:
         os._exit(0)
 
@@ -243,7 +242,7 @@ class CallProcess:
         timeout_s: float,
     ):
         self.given, self.deadline = given, time.monotonic() + timeout_s
-        self.line, line = os.pipe()
+        self.line, line = Pipe(duplex=False)
         sys.stdout.flush()  # or the copy prints it once more
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that hold a lock: a copy that waits for one is killed
@@ -251,27 +250,25 @@ class CallProcess:
             self.process = os.fork()
         if self.process == 0:
             answer_and_exit(function, given, line)
-        os.close(line)
+        line.close()
         self.reading = CallThread(self.read, {})
 
-    def read(self) -> bytes:  # what the copy sends; raises DeadlinePassed and ConnectionClosed
+    def read(self) -> bytes:  # what the copy sends; see `message_from`
         "Read while others are waited for: who is in time must not lose by who is not."
-        return exchange(None, -1, self.line, self.deadline)
+        return message_from(self.line, self.deadline)
 
     def answer(self) -> Any:  # what the function returned or raised; `TooLate` if it was not done
         "Wait for the copy, end it, and pass on what the function logged."
         try:
             read = self.reading.answer()
+            if isinstance(read, TimeoutError):
+                return TooLate()
             if isinstance(read, BaseException):
-                raise read
+                return RuntimeError(f"its process ended with status {self.close()} and no answer")
             answer, told = pickle.loads(read)
             for name, values in told:
                 self.given[name](*values)
             return answer
-        except DeadlinePassed:
-            return TooLate()
-        except ConnectionClosed:
-            return RuntimeError(f"its process ended with status {self.close()} and no answer")
         except Exception as error:
             return error  # of log_metric or log_extra
         finally:
@@ -287,7 +284,7 @@ class CallProcess:
             with suppress(ProcessLookupError, PermissionError):
                 kill(process, signal.SIGKILL)
         self.reading.join()  # it ends with the copy; the line's number may then go to another file
-        os.close(self.line)
+        self.line.close()
         return os.waitstatus_to_exitcode(status if ended else os.waitpid(process, 0)[1])
 
 # %% ../../nbs/training/03_rewards.ipynb #d99f3a29
