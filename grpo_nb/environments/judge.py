@@ -345,11 +345,6 @@ def check_judge(judge: Judge) -> None:
             f"base_url leads to {judge.hide(judge.url)!r}; it must begin with http:// or https://, "
             "for example http://localhost:8000/v1"
         )
-    if not judge.model or not judge.instructions.strip():
-        raise ValueError(
-            "a judge needs the name of a model and instructions that say what a good answer "
-            "is; one of them is empty"
-        )
     if judge.api_key is not None and not re.fullmatch(r"[\x21-\x7e]+", judge.api_key):
         raise ValueError(
             "api_key is empty or holds white space or characters that no HTTP header can "
@@ -359,21 +354,18 @@ def check_judge(judge: Judge) -> None:
         raise ValueError(
             f"scale is {judge.scale}; give the smallest and the largest score, for example (0, 10)"
         )
-    if not isinstance(judge.concurrency, int) or judge.concurrency < 1:
-        raise ValueError(
-            f"concurrency is {judge.concurrency!r}; at least 1 request must be allowed at a time"
-        )
-    if not isinstance(judge.retries, int) or judge.retries < 0:
-        raise ValueError(f"retries is {judge.retries!r}; give 0 or more")
-    for name in ("timeout_s", "deadline_s", "backoff_s"):
-        if not 0 < (value := getattr(judge, name)) < math.inf:
-            raise ValueError(f"{name} is {value!r}; give a positive number of seconds")
-    clash = sorted({"model", "messages", "stream", "n"} & judge.options.keys())
-    if clash:
-        raise ValueError(
-            f"options holds {clash[0]!r}, which cannot be set there: each answer is judged "
-            "alone and read as a whole"
-        )
+    least = {
+        "concurrency": 1,
+        "retries": 0,
+        "timeout_s": 1e-3,
+        "deadline_s": 1e-3,
+        "backoff_s": 1e-3,
+    }
+    for name, smallest in least.items():
+        if not smallest <= (value := getattr(judge, name)) < math.inf:
+            raise ValueError(f"{name} is {value!r}; give a number from {smallest:g} on")
+    if "stream" in judge.options:
+        raise ValueError("options holds 'stream': leave it out, an answer is read as a whole")
 
 # %% ../../nbs/environments/06_judge.ipynb #1851adcd
 def judge_reward(

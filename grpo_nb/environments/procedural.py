@@ -84,7 +84,6 @@ def closest(
 ) -> str:  # a half-sentence
     "The names that are spelt most like a given one."
     found = difflib.get_close_matches(name, names, 3, 0.5)
-    found = found or [n for n in names if set(name.split("_")) & set(n.split("_"))][:3]
     if found:
         return f"the closest are {', '.join(map(repr, found))}"
     return f"there are {', '.join(map(repr, names[:5]))} and others"
@@ -104,18 +103,12 @@ def make_task(
             f"(task_names() has all {len(task_names())})"
         )
     fields = {field.name for field in dataclasses.fields(tasks[name][1])}
-    settings = sorted(fields - {"seed", "size"})
-    for setting in config:
-        if setting in ("seed", "size"):
-            raise ValueError(
-                f"{setting!r} is no setting of a single task here: give {setting} to "
-                "procedural(), for all of them"
-            )
-        if setting not in settings:
-            raise ValueError(
-                f"the task {name!r} has no setting {setting!r}; "
-                f"{closest(setting, settings)}. It has {', '.join(settings) or 'none'}"
-            )
+    settings = sorted(fields - {"seed", "size"})  # which all tasks of a mixture share
+    for setting in config.keys() - settings:
+        raise ValueError(
+            f"the task {name!r} has no setting {setting!r}; "
+            f"{closest(setting, settings)}. It has {', '.join(settings) or 'none'}"
+        )
     try:
         return library("reasoning_gym").create_dataset(name, **config, **placed)
     except (AssertionError, ValueError, TypeError) as error:

@@ -515,8 +515,6 @@ def test_a_refusal_stops_the_others(serve):
     [
         (dict(base_url="localhost:8000/v1"), "http://"),
         (dict(base_url="http:///v1"), "http://"),
-        (dict(model=""), "model"),
-        (dict(instructions=" "), "instructions"),
         (dict(api_key=""), "api_key"),
         (dict(api_key="sk\n"), "api_key"),
         (dict(scale=(10, 0)), "scale"),
@@ -524,14 +522,12 @@ def test_a_refusal_stops_the_others(serve):
         (dict(scale=(0, float("inf"))), "scale"),
         (dict(scale=(0, 1, 2)), "scale"),
         (dict(concurrency=0), "concurrency"),
-        (dict(concurrency=1.5), "concurrency"),
         (dict(retries=-1), "retries"),
         (dict(timeout_s=0), "timeout_s"),
         (dict(timeout_s=float("nan")), "timeout_s"),
         (dict(deadline_s=float("inf")), "deadline_s"),
         (dict(backoff_s=-1), "backoff_s"),
         (dict(options={"stream": True}), "'stream'"),
-        (dict(options={"messages": []}), "'messages'"),
     ],
 )
 def test_arguments_that_cannot_be_asked_with(changes, words):

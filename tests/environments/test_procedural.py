@@ -345,7 +345,7 @@ def test_partial_credit_and_ways_are_settings():
             "no setting 'max_term'; the closest are 'max_terms'",
         ),
         (Task("chain_sum", config={"min_terms": 9, "max_terms": 2}), {}, "refuses the settings"),
-        (Task("chain_sum", config={"seed": 1}), {}, "'seed' is no setting of a single task"),
+        (Task("chain_sum", config={"seed": 1}), {}, "has no setting 'seed'"),
         ([], {}, "there is no task"),
         (Task("gcd", 0), {}, "the weight of 'gcd' is 0"),
         (Task("gcd", -1), {}, "is -1"),
