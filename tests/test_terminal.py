@@ -30,7 +30,7 @@ from grpo_nb.training.reporting import (
 from grpo_nb.training.rewards import RewardError, score_completions
 from grpo_nb.widgets.dashboard import dashboard_html, run_of, samples_table
 from grpo_nb.widgets.pull import transcript_html
-from grpo_nb.widgets.rewards import Judgement, colours_of, highlighted, judgements_table
+from grpo_nb.widgets.rewards import Judgement, highlighted, judgements_table
 
 # a title, a cleared screen, a colour, a bell, an overwritten line; one byte as an escape; letters
 # from right to left; line breaks of Unicode's; what hides
@@ -198,7 +198,7 @@ def test_pages_show_tags_as_text():
         samples_table([{**sample, "rewards": {attack: 1.0}}]),
         sample_html({**sample, attack: 1.0}, [attack]),
         dashboard_html({"runs": [run_of([], name=attack)]}),
-        highlighted(attack, one, colours_of(one)),
+        highlighted(attack, one),
         judgements_table(one, [1.0]),
         transcript_html([tokens]),
     ]

@@ -10,7 +10,6 @@ from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.sampler import drawn_elsewhere
 from grpo_nb.widgets.pull import (
     EXAMPLE,
-    check_completions,
     transcript_html,
     transcript_of,
     transcript_widget,
@@ -41,34 +40,14 @@ def test_each_token_has_its_owner_and_its_numbers():
     two = transcript_of(rollout, 1, -1.5, tokenizer)
     assert [token[2:] for token in two["tokens"]] == [[None, None], [-0.5, -0.5], [-1.0, -1.0]]
     assert two["title"] == "completion 1"
-    check_completions([one, two])
     with pytest.raises(ValueError, match="zip"):
         transcript_of(rollout, 0, 1.5, tokenizer, logps=logps[:2])
 
 
-@pytest.mark.parametrize(
-    "token, words",
-    [
-        (["c", "policy", 0.1, -1.0], "log-prob 0.1, and it must be a number that is not above 0"),
-        (["c", "policy", None, -1.0], "has no log-prob under the policy"),
-        (["c", "policy", -1.0], "it must be"),
-        ([3, "policy", -1.0, None], "it must be"),
-    ],
-)
-def test_illegal_tokens_are_refused(token, words):
-    with pytest.raises(ValueError, match=words):
-        transcript_widget([{"title": "a", "advantage": 1.0, "tokens": [token]}])
-
-
 def test_what_has_no_picture_is_refused():
-    with pytest.raises(ValueError, match="completions is empty"):
-        transcript_widget([])
-    with pytest.raises(ValueError, match="there are 2"):
-        transcript_widget(completion=2)
-    with pytest.raises(ValueError, match="has 0 tokens"):
-        transcript_widget([{"title": "a", "advantage": 1.0, "tokens": []}])
-    with pytest.raises(ValueError, match="advantage nan"):
-        transcript_widget([{**EXAMPLE[0], "advantage": float("nan")}])
+    for completions, which in (([], 0), (EXAMPLE, 2)):
+        with pytest.raises(ValueError, match=f"there are {len(completions)}"):
+            transcript_widget(completions, completion=which)
 
 
 def test_the_page_carries_the_data_and_lets_no_token_out_of_its_box():
@@ -76,7 +55,7 @@ def test_the_page_carries_the_data_and_lets_no_token_out_of_its_box():
     completions = [{"title": "<b>", "advantage": 1.0, "tokens": [rude]}]
     page = transcript_html(completions)
     assert "<script" not in page and "<b>" not in page
-    given = page.split('data-values="')[1].split('"')[0]
+    given = page.split("data-values='")[1].split("'")[0]
     assert json.loads(unescape(given)) == {"completions": completions}
     bundle, _ = transcript_widget(completions)._repr_mimebundle_()
     assert bundle["text/html"] == page and "application/vnd.jupyter.widget-view+json" in bundle

@@ -11,7 +11,6 @@ from grpo_nb.algorithm.advantages import group_advantages
 from grpo_nb.environments.verifiers import Explanation
 from grpo_nb.widgets.rewards import (
     Judgement,
-    colours_of,
     group_html,
     highlighted,
     total,
@@ -56,17 +55,16 @@ def test_a_completion_is_shown_as_it_is():
                 ),
             )
         ]
-        shown = Page(highlighted(text, said, colours_of(said)))
+        shown = Page(highlighted(text, said))
         assert shown.text == (text or "(nothing)").replace(
             "\x00", shown.text[text.index("\x00")] if "\x00" in text else ""
         )
-    long = highlighted("x" * 50_000, [], {})
+    long = highlighted("x" * 50_000, [])
     assert "30,000 more characters" in long and len(long) < 21_000
     assert (
         highlighted(
             "x" * 50_000,
             [Judgement("f", 1.0, Explanation("", (("end", 19_000, 50_000),)))],
-            {"end": "#fff"},
         ).count("<mark")
         == 1
     )
