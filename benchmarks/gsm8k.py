@@ -54,7 +54,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from answers import bootstrap, doubts, majority_at, newly_solved, pass_at
+from answers import bootstrap, doubts, interval, majority_at, newly_solved, pass_at
 from datasets import Dataset
 from fresh_numbers import fresh_numbers
 from peft import LoraConfig
@@ -559,20 +559,6 @@ WAYS_ASKED = {
 }
 
 
-def interval(marks, before, draws=2000):
-    "Points gained over `before`: the mean, and 95 % by a bootstrap over problems and seeds."
-    rng, count = random.Random(0), len(before)
-    gains = [[(a == "r") - (b == "r") for a, b in zip(run, before)] for run in marks]
-    means = []
-    for _ in range(draws):
-        runs = rng.choices(gains, k=len(gains))
-        places = rng.choices(range(count), k=count)
-        means.append(100 * sum(run[i] for run in runs for i in places) / count / len(runs))
-    means.sort()
-    mean = 100 * sum(map(sum, gains)) / count / len(gains)
-    return mean, means[int(0.025 * draws)], means[int(0.975 * draws)]
-
-
 KS = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -621,8 +607,8 @@ def show(arguments):
     for kind in dict.fromkeys(n.rpartition("_")[0] for n in stored):
         runs = [r for n, r in stored.items() if n.rpartition("_")[0] == kind]
         seconds = ", ".join(f"{r['seconds']:.0f} s" for r in runs)
-        count = len(runs[0].get("log") or runs[0]["losses"])
-        print(f"{kind}: {len(runs)} seed(s), {count} updates in {seconds}")
+        counts = ", ".join(str(len(r.get("log") or r["losses"])) for r in runs)
+        print(f"{kind}: {len(runs)} seed(s), {counts} updates in {seconds}")
         for way, words in WAYS_ASKED.items():
             judged_runs = [r[way] for r in runs if way in r]
             if judged_runs:

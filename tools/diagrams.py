@@ -20,6 +20,9 @@ from pathlib import Path
 from course import INSIDE, PATHS, heading, load, sections
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "benchmarks"))
+from answers import interval, wilson  # noqa: E402
+
 FOLDER = ROOT / "docs/diagrams"
 WIDTH = 460  # of every drawing, in its own units
 SIZE = 16  # of its text: 11 pixels and more on a telephone, where a drawing is 330 wide
@@ -557,15 +560,19 @@ WORDS = {  # what prompts.json calls them, when the model was not trained
     "teacher": "before, best of five prompts",
     "eight worked problems": "before, 8 examples",
 }
-CONTROLS = {"random_0": "1 or 0 by a coin", "box_0": "1 for any number in a box"}
-CONTROLS |= {"supervised_0": "imitating solutions"}
-FORMS = {  # runs under the prompt that asks for a last line `#### number`
-    "form_0": ".1 for the form of the last line",
-    "form_batch_0": "by the batch's spread",
-    "form_beta_0": "beta = 0.1",
-    "form_slow_0": "a fifth of the rate",
-    "anywhere_0": "1 for a right number anywhere",
-    "gated_0": "the form, if the number is right",
+TRAINED = {  # kinds of runs under the trained prompt
+    "right": "1 for the right number, 4 seeds",
+    "random": "1 or 0 by a coin",
+    "box": "1 for any number in a box",
+    "supervised": "imitating solutions",
+}
+FORMS = {  # and under the prompt that asks for a last line `#### number`
+    "form": ".1 for the form of the last line",
+    "form_batch": "by the batch's spread",
+    "form_beta": "beta = 0.1",
+    "form_slow": "a fifth of the rate",
+    "anywhere": "1 for a right number anywhere",
+    "gated": "the form, where it is right",
 }
 
 
@@ -574,14 +581,14 @@ def gsm8k_run(name):
     return json.loads((RESULTS / f"{name}.json").read_text("utf-8"))
 
 
-def trained_runs():
-    "(records by seed, share of right answers by what was tried) of the runs in RESULTS."
-    runs = [gsm8k_run(p.stem) for p in sorted(RESULTS.glob("right_*.json"))]
-    asked = gsm8k_run("prompts")
-    right = {words: asked[name]["right"] for name, words in WORDS.items()}
-    after = [(f"after, seed {run['arguments']['seed']}", run["after"]["right"]) for run in runs]
-    others = {words: gsm8k_run(name)["after"]["right"] for name, words in CONTROLS.items()}
-    return [run["log"] for run in runs], right | dict(after) | others
+def seeds_of(kind):
+    "The records of all seeds of a kind of run."
+    return [gsm8k_run(p.stem) for p in sorted(RESULTS.glob(f"{kind}_[0-9].json"))]
+
+
+def marks_of(kinds):
+    "A letter for each test problem of every seed, by the words for a kind of run."
+    return {words: [r["after"]["marks"] for r in seeds_of(kind)] for kind, words in kinds.items()}
 
 
 def smooth(values, width=9):
@@ -606,72 +613,96 @@ def chart(title, curves, top, most, shape, last=None):
             f"{number(left + x * width)} {number(base - v / most * height)}"
             for x, v in zip(places, values)
         ]
-        yield path("M" + "L".join(points), f"{colour}-line", 2.2)
-    yield text(left, base + 20, "0" if last else "1", "soft", anchor="start")
+        yield path("M" + "L".join(points), f"{colour}-line", 2.2 if len(curves) < 4 else 1.4)
     last = last or f"update {len(values)}"
+    first = "1" if last.startswith("update") else "0"
+    yield text(left, base + 20, first, "soft", anchor="start")
     yield text(left + width, base + 20, last, "soft", anchor="end")
 
 
 def beside(name, wide, end=0):
-    "Where a name begins: inside its bar, or behind one that is too short for it."
-    return 24 if 8 + 8 * len(name) < wide else 24 + max(wide, end)
+    "Where a name begins: inside its bar, or behind it and, if there is room, its interval."
+    if 8 + 8 * len(name) < wide:
+        return 24
+    return 24 + (max(wide, end) if end + 8 * len(name) < 370 else wide)
 
 
 def shares(top, right, widest, colour):
-    "A bar for each share of the test problems; on its foot the 95 % interval over them."
-    for i, (name, share) in enumerate(right.items()):
-        y, wide = top + 28 * i, 428 / widest
+    """A bar for each share of the test problems, the mean of its seeds, from {name: their marks};
+    on its foot the 95 % interval over problems and seeds, and a dot for each of several seeds."""
+    for i, (name, marks) in enumerate(right.items()):
+        y, wide, count = top + 28 * i, 428 / widest, len(marks[0])
+        each = [one.count("r") / count for one in marks]
+        share = statistics.mean(each)
+        low, high = wilson(count * share, count)
+        if len(marks) > 1:
+            low, high = (end / 100 for end in interval(marks, "w" * count, 400)[1:])
         yield rect(16, y, share * wide, 22, colour(name))
-        low, high = between(share, 1319)
         yield path(
             f"M{number(16 + low * wide)} {y + 21.5}H{number(16 + high * wide)}", "soft-line", 3
         )
+        for one in each if len(marks) > 1 else ():
+            yield f'<circle cx="{number(16 + one * wide)}" cy="{y + 21.5}" r="3.5" class="ink"/>'
         yield text(beside(name, share * wide, high * wide), y + 16, name, anchor="start")
         yield text(444, y + 16, f"{share:.1%}", anchor="end", weight=600)
 
 
 @diagram(
-    512,
+    456,
     "A trained model learns school maths",
-    "Qwen2.5-Coder-0.5B-Instruct on GSM8K, three seeds. The share of right completions rises over "
+    "Qwen2.5-Coder-0.5B-Instruct on GSM8K, four seeds. The share of right completions rises over "
     "110 updates from a fifth to two fifths. Below, the share of the 1,319 test problems that is "
     "answered right: about a quarter before, with the best of five prompts 28 percent, after "
-    "training 37, 39 and 37 percent; with rewards by a coin 8, paid for any number in a box 10, "
-    "and after imitating worked solutions 19 percent.",
+    "training 38 percent, each seed between 37 and 39; and the means of three seeds with rewards "
+    "by a coin 17 (8, 18 and 24), paid for any number in a box 10, and after imitating worked "
+    "solutions 19 percent.",
     shown=412,
 )
 def trained_run():
-    logs, right = trained_runs()
-    curves = [
-        (colour, smooth([one["rewards/right/mean"] for one in log]))
-        for log, colour in zip(logs, ("blue", "orange", "green"))
-    ]
-    yield from chart("right in training, means of 9 updates", curves, 50, 0.5, "{:.0%}")
-    yield text(16, 236, "1,319 test problems, answered right", "soft", anchor="start")
-    colours = {"before": "grey", "after": "green"}
-    yield from shares(248, right, 0.476, lambda name: colours.get(name.split(",")[0], "orange"))
+    logs = [run["log"] for run in seeds_of("right")]
+    curves = [("green", smooth([one["rewards/right/mean"] for one in log])) for log in logs]
+    title = "right in training, means of 9 updates"
+    yield from chart(title, curves, 50, 0.5, "{:.0%}")
+    title = "1,319 test problems, answered right; a dot is a seed"
+    yield text(16, 236, title, "soft", anchor="start")
+    asked = gsm8k_run("prompts")
+    right = {words: [asked[name]["marks"]] for name, words in WORDS.items()} | marks_of(TRAINED)
+    colours = dict.fromkeys(WORDS.values(), "grey") | {TRAINED["right"]: "green"}
+    yield from shares(248, right, 0.476, lambda name: colours.get(name, "orange"))
 
 
 @diagram(
-    474,
-    "Paid for the form, it stops to think",
-    "The same model under a prompt that asks for a last line '#### number'. Paid 1 for the right "
-    "number alone, its completions keep some 250 tokens, and it answers 32 percent of the test "
-    "problems right, 17 before. Paid .1 for the form of that line too, completions shrink to fewer "
-    "than 10 tokens within ten updates, whatever else is changed, and 2 to 6 percent are right.",
+    480,
+    "Paid for the form, it stops thinking",
+    "The same model under a prompt that asks for a last line '#### number', three seeds of "
+    "everything. Paid 1 for the right number alone, its completions keep some 250 tokens, and it "
+    "answers 34 percent of the test problems right, 17 before. Paid .1 for the form of that line "
+    "too, completions shrink to a tenth within twelve updates in all six tries. Seventeen of these "
+    "eighteen runs stay there and answer 2 to 6 percent right. One, paid for the form only where "
+    "the number is right, comes back after the fifteenth update and answers 33 percent.",
     shown=412,
 )
 def collapsed_run():
-    logs = {name: gsm8k_run(name)["log"][:20] for name in ["no_form_0", *reversed(FORMS)]}
-    lengths = {n: [one["completions/mean_length"] for one in log] for n, log in logs.items()}
-    curves = [("blue" if name == "no_form_0" else "orange", v) for name, v in lengths.items()]
-    yield from chart("tokens of a completion", curves, 50, 400, "{:.0f}")
-    yield text(444, 104, "paid for the number alone", "blue-text", anchor="end")
-    yield text(444, 176, "for the form too: six tries", "orange-text", anchor="end")
-    right = {"before": gsm8k_run("prompts")["line"]["right"]}
-    right |= {"the number alone": gsm8k_run("no_form_0")["after"]["right"]}
-    right |= {words: gsm8k_run(name)["after"]["right"] for name, words in FORMS.items()}
-    yield text(16, 236, "1,319 test problems, answered right", "soft", anchor="start")
+    logs = {kind: [run["log"] for run in seeds_of(kind)] for kind in [*reversed(FORMS), "no_form"]}
+    curves = [
+        (
+            "blue" if kind == "no_form" else "orange",
+            [one["completions/mean_length"] for one in log],
+            [i / 39 for i in range(len(log))],
+        )
+        for kind, runs in logs.items()
+        for log in runs
+    ]
+    title = "tokens of a completion, three seeds of each"
+    yield from chart(title, curves, 50, 400, "{:.0f}", "update 40")
+    yield text(444, 92, "paid for the number alone", "blue-text", anchor="end")
+    yield text(444, 171, "one of these 18 came back", "orange-text", anchor="end")
+    yield text(444, 152, "for the form too: six tries", "orange-text", anchor="end")
+    right = {"before": [gsm8k_run("prompts")["line"]["marks"]]}
+    right |= marks_of({"no_form": "the number alone"} | FORMS)
+    yield text(
+        16, 236, "1,319 test problems, answered right; a dot is a seed", "soft", anchor="start"
+    )
     colours = {"before": "grey", "the number alone": "blue"}
     yield from shares(248, right, 0.476, lambda name: colours.get(name, "orange"))
 
@@ -726,7 +757,7 @@ def beside_peers():
         f"{len(run['log'])} updates, {seconds_of(run)[-1]:.0f} s": name
         for name, run in runs.items()
     }
-    right = {words: runs[name]["after"]["right"] for words, name in told.items()}
+    right = {words: [runs[name]["after"]["marks"]] for words, name in told.items()}
     yield from shares(352, right, 0.476, lambda words: PEERS[told[words]][1])
 
 
@@ -847,18 +878,9 @@ def two_cards():
 LAPTOP = ROOT / "benchmarks/results/laptop"
 
 
-def between(share, count, z=1.96):
-    "Wilson's 95 % interval of a share of `count`."
-    middle, wide = (
-        share + z * z / 2 / count,
-        math.sqrt(share * (1 - share) / count + z * z / 4 / count**2),
-    )
-    return [(middle + side * z * wide) / (1 + z * z / count) for side in (-1, 1)]
-
-
 def measured(y, name, share, count, colour):
     "A bar of a share, and its interval in figures."
-    low, high = between(share, count)
+    low, high = wilson(share * count, count)
     yield rect(16, y, share * 220, 22, colour)
     yield text(beside(name, share * 220), y + 16, name, anchor="start")
     yield text(444, y + 16, f"{share:.0%} ({low:.0%} to {high:.0%})", anchor="end", weight=600)

@@ -565,11 +565,11 @@ COLLAPSED = dict(form=8, form_batch=8, form_beta=8, gated=9, anywhere=9, form_sl
 SOUND = dict.fromkeys(["right", "no_form", "random", "box"])
 
 
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name, when", (COLLAPSED | SOUND).items())
-def test_stored_runs_of_a_trained_model_are_told_what_went_wrong(name, when):
+def test_stored_runs_of_a_trained_model_are_told_what_went_wrong(name, when, seed):
     "A form that is paid for ended the reasoning; where it was not, completions stayed long."
-    name = f"{name}_0"
-    found = json.loads((RESULTS / f"{name}.json").read_text())
+    found = json.loads((RESULTS / f"{name}_{seed}.json").read_text())
     made = dict(per_device_train_batch_size=256, num_generations=8, max_completion_length=400)
     history, told = RunHistory(GRPOConfig(logging_steps=1, **made)), None
     for record in found["log"]:

@@ -3,7 +3,7 @@
 import json
 import re
 from html import unescape
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,18 @@ def stored(name):
 RUNS = [stored(f"right_{seed}") for seed in range(3)]
 CELLS = json.loads((ROOT / "nbs/lessons/10_a_real_run_read.ipynb").read_text())["cells"]
 PAGE = "".join("".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "markdown")
+CELLS_OF_NEXT = json.loads(
+    (ROOT / "nbs/lessons/02_when_the_reward_does_not_rise.ipynb").read_text()
+)["cells"]
+NEXT = "".join("".join(cell["source"]) for cell in CELLS_OF_NEXT)
 BEFORE = RUNS[0]["before"]["marks"]
 OUTPUTS = [output for cell in CELLS for output in cell.get("outputs", ())]
 COUNTS = stored("before_samples")["samples"]["counts"]
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 def pairs_of(run):
@@ -70,36 +79,107 @@ def test_the_run_that_stopped_thinking():
     assert f"from {run['log'][0]['reward']:.2f}".replace("0.", ".") in PAGE
     shares = [100 * run[when]["right"] for when in ("before", "after")]
     assert "it falls from {:.0f} % to {:.0f} %".format(*shares) in PAGE
+    later = [100 * stored(f"form_{seed}")["after"]["right"] for seed in (1, 2)]
+    assert "two more seeds: to {:.1f} and {:.1f} %".format(*later) in PAGE
     best = stored("prompts")["teacher"]["right"]
     assert f"the best of five prompts {best:.1%}".replace("%", " %") in PAGE
 
 
-def told(share):
-    return f"{100 * share:.1f} %"
+WORDS = {  # kind of run -> (how the lessons' tables name it, how that of how_fast.md does)
+    "right": ("1 for the right number", "after 110 updates"),
+    "random": ("1 or 0 by a coin", "control: 1 or 0 by a coin"),
+    "box": ("1 for any number in a box", "control: 1 for any number in a box"),
+    "supervised": ("no rewards: 285 seconds", "control: 285 s of imitating"),
+}
+FORMS = {
+    "form": (".1 for the line, 1 for the right number in it", ".1 for a last line, 1 for the ri"),
+    "form_beta": ("... with `beta=0.1`", "... with `beta=0.1`"),
+    "form_slow": ("... at a fifth of the learning rate", "... at a fifth of the rate"),
+    "form_batch": ("... with advantages divided", "... divided by the spread"),
+    "anywhere": (
+        ".1 for the line, 1 for a right number *any",
+        ".1 for a last line, 1 for a right n",
+    ),
+    "gated": ("1.1 for the line *where", "... the .1 only where"),
+    "no_form": ("1 for a right number anywhere, nothing", "1 for a right number anywhere, 40"),
+}
 
 
-def test_the_controls_are_those_of_the_logs():
-    after = ", ".join(told(run["after"]["right"]).removesuffix(" %") for run in RUNS)
-    rows = {"three seeds": f"{after} %"}
-    words = {"a coin": "random_0", "number in a box": "box_0", "worked solutions": "supervised_0"}
-    rows |= {name: told(stored(run)["after"]["right"]) for name, run in words.items()}
-    for name, shares in rows.items():
-        assert re.search(rf"\| .*{name} \| {re.escape(shares)} \|", PAGE), name
-    numbers = [run["after_new_numbers"]["right"] for run in (stored("before"), RUNS[2])]
-    assert "{} right before, {} after".format(*map(told, numbers)) in PAGE
+def row_of(page, words):
+    "The cells of the table's row that begins so."
+    (found,) = [line for line in page.splitlines() if line.startswith(f"| {words}")]
+    return [cell.strip() for cell in found.strip("|").split("|")][1:]
 
 
-def test_the_only_cure_of_the_collapse_is_that_of_the_logs():
-    path = ROOT / "nbs/lessons/02_when_the_reward_does_not_rise.ipynb"
-    page = "".join(sum((cell["source"] for cell in json.loads(path.read_text())["cells"]), []))
-    cured, before = stored("no_form_0"), stored("prompts")["line"]
-    shares = told(cured["after"]["right"]), told(before["right"])
-    assert "{} of the test problems are right, {} before".format(*shares) in page
-    assert min(one["completions/mean_length"] for one in cured["log"]) > 150
-    for name in ("form", "form_batch", "form_beta", "form_slow", "anywhere", "gated"):
-        run = stored(f"{name}_0")
-        assert run["log"][-1]["completions/mean_length"] < 7, name
-        assert run["after"]["right"] < before["right"] / 2, name
+def told(*shares):
+    return ", ".join(f"{100 * share:.1f}" for share in shares) + " %"
+
+
+@pytest.mark.parametrize("kind", WORDS | FORMS)
+def test_the_tables_are_those_of_the_logs(kind, scripts):
+    "Every seed, and intervals over problems and seeds."
+    from answers import interval
+
+    def said(before, unit):
+        mean, low, high = interval(marks, before)
+        return f"{mean:.1f}{unit} ({low:.1f} to {high:.1f})"
+
+    runs = [stored(f"{kind}_{seed}") for seed in range(4 if kind == "right" else 3)]
+    marks, best = [run["after"]["marks"] for run in runs], stored("prompts")["teacher"]["marks"]
+    shares = told(*(run["after"]["right"] for run in runs))
+    lesson, fast = (WORDS | FORMS)[kind]
+    wide = told(*(run["after_1024"]["right"] for run in runs))
+    page = (ROOT / "docs/how_fast.md").read_text()
+    assert row_of(page, fast) == [shares, said(best, ""), wide]
+    if kind in WORDS:
+        assert row_of(PAGE, lesson) == [shares, said(best, "")]
+    else:
+        assert row_of(NEXT, lesson) == [shares, said("w" * len(best), " %")]
+
+
+def test_numbers_changed_and_a_vote_are_those_of_the_logs(scripts):
+    from answers import bootstrap, interval, majority_at
+
+    marks = [stored(f"right_{seed}")["after_new_numbers"]["marks"] for seed in (2, 3)]
+    before = stored("before")["after_new_numbers"]["marks"]
+    shares = [told(*(m.count("r") / len(m) for m in some)) for some in ([before], marks)]
+    mean, low, high = interval(marks, before)
+    sentence = "{} right before, {} after".format(*shares).replace("39.1, 40.1", "39.1 and 40.1")
+    assert sentence in PAGE and f"a gain of {mean:.1f} points ({low:.1f} to {high:.1f})" in PAGE
+    votes = stored("before_votes_samples")["samples"]["votes"]
+    mean, low, high = (100 * x for x in bootstrap([majority_at(64, *one) for one in votes]))
+    assert (
+        f"right for {mean:.1f} % of the 256 problems (95 % interval {low:.1f} to {high:.1f})"
+        in PAGE
+    )
+    greedy = [m[:256].count("r") / 256 for m in (BEFORE, *(run["after"]["marks"] for run in RUNS))]
+    assert f"one greedy answer for {told(greedy[0])}." in PAGE
+    assert f"right for {told(*greedy[1:])}: as good".replace("39.1, 37.1", "39.1 and 37.1") in PAGE
+
+
+def test_the_form_shortens_all_eighteen_runs_and_one_comes_back():
+    """As the figure says: a tenth of the tokens within twelve updates, and one returns, in which
+    long completions never die out."""
+    back = []
+    for kind, seed in product(set(FORMS) - {"no_form"}, range(3)):
+        run = stored(f"{kind}_{seed}")
+        lengths = [one["completions/mean_length"] for one in run["log"]]
+        assert min(lengths[:12]) < lengths[0] / 10, (kind, seed)
+        if run["after"]["right"] > stored("prompts")["line"]["right"] / 2:
+            back.append((kind, seed))
+        else:
+            assert lengths[-1] < 9 and 0.019 < run["after"]["right"] < 0.063, (kind, seed)
+    assert back == [("gated", 1)]
+    cut = [[r["completions/clipped_ratio"] for r in stored(f"gated_{i}")["log"]] for i in range(3)]
+    assert min(cut[1]) * 256 == pytest.approx(2, abs=0.05)
+    assert cut[0][5] > 0 < cut[2][5] and max(cut[0][6:] + cut[2][6:]) == 0
+    lengths = [one["completions/mean_length"] for one in stored("gated_1")["log"]]
+    assert (round(min(lengths)), round(lengths[19])) == (16, 215)
+    for seed in range(3):
+        assert min(one["completions/mean_length"] for one in stored(f"no_form_{seed}")["log"]) > 150
+        first = stored(f"form_{seed}")["log"][0]
+        assert 0.17 < 10 * first["rewards/form_line/mean"] < 0.27
+        assert round(256 * first["rewards/right_line/mean"]) <= 3
 
 
 @pytest.mark.parametrize("c", range(7))
