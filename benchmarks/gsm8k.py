@@ -276,7 +276,7 @@ def settings(arguments, out):
         vllm_mode="server",
         vllm_server_base_url=arguments.server,
         max_staleness=arguments.staleness,
-        model_init_kwargs={"dtype": "bfloat16"} | attention,
+        model_init_kwargs=None if other_base(arguments) else {"dtype": "bfloat16"} | attention,
         **saved,
     )
 
@@ -309,7 +309,7 @@ def make_trainer(arguments, out):
     kept, stop = Kept(8), Stop(arguments.seconds)
     lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOTrainer(
-        arguments.model,
+        fewer_bits(arguments) or arguments.model,
         [*rewards, kept],
         settings(arguments, out),
         rows,
@@ -449,23 +449,40 @@ def run(arguments):
     print(name, "seconds", record["seconds"], "GiB", record.get("peak_gib"), flush=True)
 
 
+def other_base(arguments):
+    "Whether the base's weights are asked for in fewer than 16 bits."
+    return arguments.fp8 or arguments.four_bit or arguments.mxfp4
+
+
+def fewer_bits(arguments):
+    "The model whose weights are held in float8, NF4 or MXFP4, as asked; None if in 16 bits."
+    if not other_base(arguments):
+        return None
+    from grpo_nb import load_model
+    from grpo_nb.model import mxfp4
+
+    model, _ = load_model(
+        arguments.model,
+        **dict(max_seq_length=2048, dtype="bfloat16", quiet=True),
+        **dict(load_in_fp8=arguments.fp8 or False, load_in_4bit=arguments.four_bit),
+    )
+    if arguments.mxfp4:  # the library holds experts so, a dense model only its values
+        for name, linear in model.named_modules():
+            if isinstance(linear, torch.nn.Linear) and ".layers." in name:
+                rounded = mxfp4.dequantize(*mxfp4.quantize(linear.weight.data), torch.bfloat16)
+                linear.weight.data.copy_(rounded)
+    return model
+
+
 def loaded(arguments):
     "The model with its adapter, if one is named, and its tokenizer."
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    if arguments.fp8 or arguments.four_bit:
-        from grpo_nb import load_model
-
-        model, _ = load_model(
-            arguments.model,
-            **dict(max_seq_length=2048, dtype="bfloat16", quiet=True),
-            **dict(load_in_fp8=arguments.fp8, load_in_4bit=arguments.four_bit),
-        )
-    else:
+    model = fewer_bits(arguments)
+    if model is None:
         model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.bfloat16)
-        model = model.to(device)
+        model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.adapter:
         model = PeftModel.from_pretrained(model, arguments.adapter)
     return model, AutoTokenizer.from_pretrained(arguments.model)
@@ -739,6 +756,7 @@ def main():
     parser.add_argument("--adapter", type=Path, help="judge, samples: a folder in PEFT's layout")
     parser.add_argument("--fp8", choices=("row", "block"), help="the base in float8")
     parser.add_argument("--four-bit", action="store_true", help="the base in NF4")
+    parser.add_argument("--mxfp4", action="store_true", help="the base's values in MXFP4")
     parser.add_argument("--name", help="of the record")
     parser.add_argument("--to", help="publish: a repository on the hub, OWNER/NAME")
     arguments = parser.parse_args()

@@ -58,7 +58,8 @@ def test_the_recipe_has_the_settings_of_the_stored_runs(seed):
     from grpo_nb.recipe import read_recipe
 
     stored = json.loads((FOLDER / f"results/gsm8k/right_{seed}.json").read_text())["arguments"]
-    later = dict(beta=0.0, scale="group", rate=None, server=None, staleness=0, save=0)  # since
+    later = dict(beta=0.0, scale="group", rate=None, server=None, staleness=0, save=0)
+    later |= dict(fp8=None, four_bit=False, mxfp4=False)  # these came since
     run = gsm8k.settings(argparse.Namespace(**later | stored), "out")
     path = FOLDER.parent / "recipes/qwen_coder_gsm8k.yaml"
     recipe = read_recipe(path, {"seed": str(seed)})
@@ -138,6 +139,34 @@ def test_every_run_that_waits_for_a_card_can_be_parsed(command):
             left = f"{given.name}_samples" if given.what == "samples" else name_of(given)
             assert left == name
             assert given.adapter is None or given.adapter.name == first
+
+
+@pytest.mark.filterwarnings("ignore:vllm_mode changes nothing")
+def test_a_run_trains_the_base_that_is_asked_for(command, tmp_path, monkeypatch):
+    import gsm8k
+    import transformers
+
+    import grpo_nb
+
+    config = transformers.Qwen3Config(
+        **dict(vocab_size=64, hidden_size=32, intermediate_size=64, head_dim=16),
+        **dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1),
+    )
+    loaded, told = grpo_nb.load_model, []
+    monkeypatch.setattr(grpo_nb, "load_model", lambda name, **given: loaded(config, **given))
+    monkeypatch.setattr(gsm8k, "GRPOTrainer", lambda *given, **more: told.append(given))
+    monkeypatch.setattr(gsm8k, "rows_of", lambda *given: [])
+    kept = {}
+    for flag in ([], ["--fp8", "row"], ["--mxfp4"]):
+        (given,) = command(tmp_path, "--out", tmp_path, "run", *flag, only_parsed=True)
+        gsm8k.make_trainer(given, tmp_path)
+        model, _, settings, _ = told.pop()
+        kept[" ".join(flag)] = model
+        assert (settings.model_init_kwargs is None) == bool(flag)
+    assert kept[""] == str(tmp_path)
+    assert grpo_nb.model.float8.float8_weights(kept["--fp8 row"])
+    weight = kept["--mxfp4"].model.layers[0].mlp.up_proj.weight
+    assert len(weight[0].abs().unique()) <= 8  # 32 numbers with one scale: 0, .5, 1, ... 6
 
 
 def test_one_row_fills_a_batch(tmp_path):
