@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['WORDS', 'HONOURED', 'MOST_HANDED_OVER', 'Sharding', 'settings_of', 'asked_in_config', 'asked_by_launcher',
            'sharding_of', 'check_shardable', 'check_optimizer', 'check_has_weights', 'layers_of', 'PackedViews',
-           'tensors_of', 'check_alike', 'received', 'bring', 'Around', 'shard', 'units', 'WholeWeights',
-           'ShardedWeights', 'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
+           'tensors_of', 'check_alike', 'received', 'bring', 'Around', 'frozen_integers', 'shard', 'units',
+           'WholeWeights', 'ShardedWeights', 'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
 
 # %% ../../nbs/training/25_sharding.ipynb #bbd0703c
 import os
@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -280,6 +282,23 @@ class Around(torch.nn.Module):
         return function(self.model)
 
 
+@contextmanager
+def frozen_integers() -> Iterator[None]:
+    """Lets torch before 2.13 cut weights of integers: it makes each share a parameter that asks for
+    a gradient, which integers cannot have, and takes that back in its next line."""
+    if torch.__version__ >= (2, 13):
+        yield
+        return
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    def parameter(data: torch.Tensor, requires_grad: bool = True) -> torch.nn.Parameter:
+        return torch.nn.Parameter(data, requires_grad and data.is_floating_point())
+
+    seen = SimpleNamespace(**vars(torch.nn) | {"Parameter": parameter})
+    with patch.object(_fsdp_param, "nn", seen):
+        yield
+
+
 def shard(
     model: torch.nn.Module,  # with weights in the first process; changed in place
     mesh: Any,  # of torch: all processes, and the kind of device
@@ -291,7 +310,8 @@ def shard(
     for layer in layers:
         bring(layer.modules(), mesh.device_type)
         here = PackedViews(layer)
-        fully_shard(layer, **unit, ignored_params=here.ignored())
+        with frozen_integers():
+            fully_shard(layer, **unit, ignored_params=here.ignored())
         if here.views:
             here.show()
             layer.register_forward_pre_hook(here.show)

@@ -32,6 +32,7 @@ from grpo_nb.training.sharding import (
     bytes_of,
     check_has_weights,
     check_shardable,
+    frozen_integers,
     settings_of,
     sharding_of,
 )
@@ -40,6 +41,19 @@ pytestmark = pytest.mark.long
 
 OTHERS = [name for name in EVALUATED if name != "adapter"]
 QUICK = ("dapo", "packed experts", "adapter and kl", "unequal pieces")
+
+
+def test_integers_are_cut_by_a_torch_that_asks_every_share_for_a_gradient(monkeypatch):
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.11.0"))
+    with frozen_integers():
+        assert not _fsdp_param.nn.Parameter(torch.ones(2, dtype=torch.uint8)).requires_grad
+        assert _fsdp_param.nn.Parameter(torch.ones(2)).requires_grad
+        assert not _fsdp_param.nn.Parameter(torch.ones(2), requires_grad=False).requires_grad
+        assert _fsdp_param.nn.Module is torch.nn.Module
+    with pytest.raises(RuntimeError, match="floating point"):
+        _fsdp_param.nn.Parameter(torch.ones(2, dtype=torch.uint8))
 
 
 def started(*arguments, timeout=400):
