@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # One card trains and the other draws: one_draws.sh vllm|ours STALENESS..., with CUDA_VISIBLE_DEVICES=A,B
 # and MODEL, DATA, OUT, VLLM (vllm's command) in the environment; UPDATES of each (30). One server
-# draws for all of them: give each number more than once, in turn (0 1 2 0 1 2): an update of the
-# same number took 3.7 and 5.6 s behind two servers, and why was not found. `killed` in place of a number comes last: the server is killed at its fifth update.
+# draws for all of them: give each number more than once, in turn (0 1 2 0 1 2). `killed` in place of
+# a number comes last: the server is killed at its fifth update.
 # Run N leaves $OUT/WHO_STALENESS_N.json and, every half second, how busy both cards were in .csv.
 set -euo pipefail
 who=$1; shift

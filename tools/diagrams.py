@@ -820,15 +820,14 @@ def planned_beside(y, name, planned, torch_peak, driver, scale):
 
 
 @diagram(
-    766,
+    862,
     "Two cards",
     "Two H200. Above: seconds of an update of a 0.5B on GSM8K, by part. One card with 256 "
     "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that "
-    "trains beside one on which vLLM draws 3.7 in one run and 5.6 in another. Then an update of "
-    "Qwen3-32B in two shares: grpo_nb's takes 7, TRL's 26. In the middle: while vLLM draws, the "
-    "card that trains is busy in short bursts, and the other one at some 40 percent. Below: GiB "
-    "on a card, as planned and as measured, of Qwen3-32B in two shares and of gpt-oss-20b on "
-    "both.",
+    "trains beside one on which vLLM draws 6.5 by turns and 5.2 one update behind. Then an update "
+    "of Qwen3-32B in two shares: grpo_nb's takes 7, TRL's 26. In the middle: while vLLM draws, "
+    "both cards are busy in short bursts. Below: GiB on a card, as planned and as measured, of "
+    "Qwen3-32B and gpt-oss-120b in two shares and of gpt-oss-20b on both.",
     shown=412,
 )
 def two_cards():
@@ -839,29 +838,34 @@ def two_cards():
         (330, "grey", "rest"),
     ):
         yield rect(x, 36, 12, 12, part) + text(x + 18, 48, words, "soft", anchor="start")
-    again = sum(parts_of("vllm_1_fresh").values())
+    again = sum(parts_of("vllm_1_again", 3).values())
     names = {
-        "one_256": "one card, 256 completions",
-        "ddp_256": "two cards, 256 together",
-        "ddp_512": "two cards, 512 together",
-        "vllm_1": f"one trains, vLLM draws; once more: {again:.1f} s",
+        ("one_256", 5): "one card, 256 completions",
+        ("ddp_256", 5): "two cards, 256 together",
+        ("ddp_512", 5): "two cards, 512 together",
+        ("vllm_1", 3): f"one trains, vLLM draws; once more: {again:.1f} s",
     }
     for i, (run, name) in enumerate(names.items()):
-        yield from stacked(82 + 50 * i, name, parts_of(run), 98)
+        yield from stacked(82 + 50 * i, name, parts_of(*run), 66)
     shared = {
         "fsdp_32b_64": "Qwen3-32B in two shares (another scale)",
         "trl_32b_64": "TRL, the same",
     }
     for i, (run, name) in enumerate(shared.items()):
         yield from stacked(282 + 50 * i, name, parts_of_shares(run), 13.5)
-    yield text(16, 382, "busy, 20 seconds of vLLM's run", "soft", anchor="start")
+    yield text(16, 382, "busy, the last 20 seconds of vLLM's run", "soft", anchor="start")
     trains, draws = two_cards_run("vllm_1")["busy"]
-    start = len(trains) - 60
+    start = len(trains) - 44  # two seconds at the end are the process's own
     yield from busy(390, "trains", trains[start:])
     yield from busy(434, "draws", draws[start:])
     yield text(16, 504, "GiB on a card, planned: measured", "soft", anchor="start")
     y = 536
-    for run, model in (("fsdp_32b", "Qwen3-32B, shares"), ("oss_two", "gpt-oss-20b, whole")):
+    models = {
+        "fsdp_32b": "Qwen3-32B, shares",
+        "fsdp_120b": "gpt-oss-120b, shares",
+        "oss_two": "gpt-oss-20b, whole",
+    }
+    for run, model in models.items():
         record = two_cards_run(run)
         for part, moment, words in (("sample", "rollout", "draws"), ("train", "layer", "trains")):
             peaks = (record["peaks"][f"{part} {kind}"] for kind in ("peak", "driver"))
