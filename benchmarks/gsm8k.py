@@ -611,8 +611,8 @@ def show(arguments):
     drawn = {name: stored.pop(name)["samples"] for name in [*stored] if "samples" in stored[name]}
     for name, found in drawn.items():
         show_samples(name.removesuffix("_samples"), found)
-    if "before_samples" in drawn:
-        show_new(drawn["before_samples"]["counts"], stored)
+    if "before_votes_samples" in drawn:
+        show_new(drawn["before_votes_samples"]["counts"], stored)
     prompts = {n: r for n, r in stored["prompts"].items() if "marks" in r and r["most"] == 400}
     best = max(prompts, key=lambda n: prompts[n]["right"])
     print(stored["prompts"]["arguments"]["model"])

@@ -24,7 +24,8 @@ CELLS_OF_NEXT = json.loads(
 NEXT = "".join("".join(cell["source"]) for cell in CELLS_OF_NEXT)
 BEFORE = RUNS[0]["before"]["marks"]
 OUTPUTS = [output for cell in CELLS for output in cell.get("outputs", ())]
-COUNTS = stored("before_samples")["samples"]["counts"]
+UNTRAINED = stored("before_votes_samples")["samples"]
+COUNTS = UNTRAINED["counts"]
 
 
 @pytest.fixture
@@ -146,15 +147,18 @@ def test_numbers_changed_and_a_vote_are_those_of_the_logs(scripts):
     mean, low, high = interval(marks, before)
     sentence = "{} right before, {} after".format(*shares).replace("39.1, 40.1", "39.1 and 40.1")
     assert sentence in PAGE and f"a gain of {mean:.1f} points ({low:.1f} to {high:.1f})" in PAGE
-    votes = stored("before_votes_samples")["samples"]["votes"]
-    mean, low, high = (100 * x for x in bootstrap([majority_at(64, *one) for one in votes]))
+    votes = [majority_at(64, *one) for one in UNTRAINED["votes"]]
+    mean, low, high = (100 * x for x in bootstrap(votes))
     assert (
         f"right for {mean:.1f} % of the 256 problems (95 % interval {low:.1f} to {high:.1f})"
         in PAGE
     )
     greedy = [m[:256].count("r") / 256 for m in (BEFORE, *(run["after"]["marks"] for run in RUNS))]
     assert f"one greedy answer for {told(greedy[0])}." in PAGE
-    assert f"right for {told(*greedy[1:])}: as good".replace("39.1, 37.1", "39.1 and 37.1") in PAGE
+    assert (
+        f"right for {told(*greedy[1:])}: about as good".replace("39.1, 37.1", "39.1 and 37.1")
+        in PAGE
+    )
 
 
 def test_the_form_shortens_all_eighteen_runs_and_one_comes_back():
