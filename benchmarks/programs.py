@@ -256,7 +256,7 @@ def main():
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--adapter", type=Path, help="sample: a folder in PEFT's layout")
-    parser.set_defaults(fp8=None, four_bit=False)
+    parser.set_defaults(fp8=None, four_bit=False, mxfp4=False)
     arguments = parser.parse_args()
     opened = "_open" if arguments.no_walls else ""
     arguments.name = arguments.name or f"{arguments.task}{opened}_{arguments.seed}"
