@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['REFILL', 'DRAWN_AT_ONCE', 'start_state', 'compiled_sizes', 'RowsDrawn', 'RowsBegun', 'RowsEnded', 'RowsInTurn',
-           'complete_in_turn', 'RowsThatReturn']
+           'RowsThatReturn']
 
 # %% ../../nbs/rollout/16_continuous_batching.ipynb #05b4245f
 import warnings
@@ -241,7 +241,7 @@ class RowsEnded(RowsBegun):
         self.ended += len(ended)
         return len(ended)
 
-# %% ../../nbs/rollout/16_continuous_batching.ipynb #07d9ca93
+# %% ../../nbs/rollout/16_continuous_batching.ipynb #5996bccd
 class RowsInTurn(RowsEnded):
     "R rows that decode together. Where one ends, a completion that waits takes its place."
 
@@ -287,6 +287,7 @@ class RowsInTurn(RowsEnded):
         if decoder.ops is not decode_ops:
             self.recorded = RecordedSteps(rows, self.device)
 
+    @torch.inference_mode()  # the result was made before, so it may be used in training
     def run(
         self,
         # called with how many completions have ended since the last call
@@ -301,18 +302,6 @@ class RowsInTurn(RowsEnded):
             on_done(self.retire(before if self.recorded else look))
             before = look
         return self.done
-
-# %% ../../nbs/rollout/16_continuous_batching.ipynb #e2fa3abb
-def complete_in_turn(
-    *given: Any,  # as for `RowsInTurn`
-    # called with how many completions have ended since the last call
-    on_done: Callable[[int], object] = lambda count: None,
-    **returns: Any,  # of `RowsThatReturn`; nothing: they do not
-) -> DecodeState:  # N completions, those of a prompt side by side, and a spare row
-    "Continue every prompt until it stops or has max_tokens, a number of rows at a time."
-    turns = RowsThatReturn(*given, **returns) if returns else RowsInTurn(*given)
-    with torch.inference_mode():  # the result was made before, so it may be used in training
-        return turns.run(on_done)
 
 # %% ../../nbs/rollout/16_continuous_batching.ipynb #b2e0c102
 class RowsThatReturn(RowsInTurn):

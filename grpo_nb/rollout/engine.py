@@ -25,7 +25,7 @@ from ..model.memory_bytes import longest_sequence, read_shape, why_no_longer
 from ..model.memory_fit import free_memory
 from ..model.pictures import SeenPrompt, picture_inputs, pixels_of, without_token
 from .arrivals import Arrivals, Prefix, Prefixes, in_rounds
-from .continuous_batching import complete_in_turn
+from .continuous_batching import RowsInTurn, RowsThatReturn
 from .decode_ops import DecodeState, append_tokens, stream_numbers
 from .decoder import Decoder, DenseDecoder, open_decoder
 from .kv_cache import CacheShape, rows_that_fit, slots_that_fit
@@ -571,7 +571,8 @@ class RolloutEngine:
         stop, pad = drawing["stop"], drawing["pad_token_id"]
         how = stop, keys.to(decoder.device), *sizes, memory.prefill_tokens, prefixes
         given = decoder, unique, groups, params, *how
-        state = complete_in_turn(*given, on_done=on_tokens, **returns)
+        turns = RowsThatReturn(*given, **returns) if returns else RowsInTurn(*given)
+        state = turns.run(on_tokens)
         return None if returns else rollout_of(state, rows, back, stop, pad, prefixes)
 
     def _in_batches(self, rows, params, drawing, bar, keys, seen):

@@ -13,7 +13,7 @@ from grpo_nb.kernels.compile_together import noted_launches
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import continuous_batching
 from grpo_nb.rollout import engine as engine_module
-from grpo_nb.rollout.continuous_batching import RowsInTurn, complete_in_turn
+from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import Decoder, DenseDecoder, RecordedSteps
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.kv_cache import CacheShape, SlotCache, slots_that_fit
@@ -42,7 +42,7 @@ def prompts_of(count, low=1, high=12):
 def complete(decoder, prompts, groups, params, rows, pages=200, keys=None, stop=(8, 9)):
     keys = stream_keys(sum(groups), 0) if keys is None else keys
     stop = torch.tensor(stop, dtype=torch.long)
-    return complete_in_turn(decoder, prompts, groups, params, stop, keys, rows, pages)
+    return RowsInTurn(decoder, prompts, groups, params, stop, keys, rows, pages).run()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from grpo_nb.model.experts_grouped import routed_experts
 from grpo_nb.model.fused_layers import fuse_layers
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import engine as engine_module
-from grpo_nb.rollout.continuous_batching import complete_in_turn
+from grpo_nb.rollout.continuous_batching import RowsInTurn
 from grpo_nb.rollout.decoder import (
     CannotRead,
     Decoder,
@@ -58,7 +58,7 @@ def all_at_once(decoder, prompts, groups, new, stop=()):
     pages = max(pages, shape.pages([max(map(len, prompts))], [1], new))
     greedy, stop = SamplingParams(temperature=0, max_tokens=new), torch.tensor(stop).long()
     keys = stream_keys(rows, 0)
-    return complete_in_turn(decoder, prompts, groups, greedy, stop, keys, rows, pages)
+    return RowsInTurn(decoder, prompts, groups, greedy, stop, keys, rows, pages).run()
 
 
 def assert_same(a, b, atol=2e-4):
