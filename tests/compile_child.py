@@ -7,7 +7,6 @@ missing. Below compute capability 8.0 numbers are float16, and a bfloat16 in the
 With the first word `all`, more sizes of batches; without it, of a newer card only the products
 with experts, which are other code there."""
 
-import inspect
 import pkgutil
 import re
 import subprocess
@@ -20,12 +19,12 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import grpo_nb
 from grpo_nb.kernels import training_kernels
+from grpo_nb.kernels.compile_together import compiled_for
 from grpo_nb.model import attention_kernel, offload
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
@@ -33,18 +32,6 @@ from grpo_nb.rollout import decode_kernels, dense_kernels, expert_kernel, filter
 from grpo_nb.rollout.decode_ops import DecodeState, LayerWeights, Norm, Projection
 from grpo_nb.rollout.kv_cache import LayerCache
 from grpo_nb.rollout.sampling import SamplingParams
-
-SHORT = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
-
 
 # Which kernels there are
 
@@ -87,35 +74,16 @@ def missing(launched, capability):
 
 
 class Recorder:
-    "In place of a launch: its kernel, types, constants, what is a multiple of 16, and options."
+    "In place of a launch: its kernel, arguments, constants and options, once for each compilation."
 
     def __init__(self, half):
         self.half, self.seen = half, {}
 
-    def note(self, kernel, *args, grid, warmup=False, num_warps=4, num_stages=3, **given):
-        values = inspect.signature(kernel.fn).bind(*args, **given).arguments
-        if values.get("PACKED"):  # on a card, which a tensor without memory is not on
-            values["PTX"] = self.half == torch.bfloat16
-        fixed = {p.name for p in kernel.params if p.is_constexpr}
-        free = {p.name for p in kernel.params if not p.do_not_specialize}
-        fixed |= {name for name in free if type(values[name]) is int and values[name] == 1}
-        fixed |= {name for name in values if values[name] is None}  # as Triton does it
-        constants = {name: values[name] for name in values if name in fixed}
-        types = {name: "constexpr" if name in fixed else kind(x) for name, x in values.items()}
-        aligned = {
-            (n,): [["tt.divisibility", 16]]
-            for n, (name, x) in enumerate(values.items())
-            if name not in fixed and (torch.is_tensor(x) or isinstance(x, int) and x % 16 == 0)
-        }
-        options = dict(num_warps=num_warps, num_stages=num_stages)
-        if kernel.is_gluon():
-            del options["num_stages"]
-        launch = kernel, types, constants, aligned, options
-        self.seen[kernel, str(types), str(constants)] = launch
-
     def __enter__(self):
-        def note(kernel, *args, **given):  # a function, so that it becomes a method of the kernel
-            self.note(kernel, *args, **given)
+        def note(kernel, *args, grid, warmup=False, **given):
+            if given.get("PACKED"):  # on a card, which a tensor without memory is not on
+                given["PTX"] = self.half == torch.bfloat16
+            self.seen[compiled_for(kernel, args, given)] = kernel, args, given
 
         self.patch = mock.patch.object(JITFunction, "run", note)
         self.patch.start()
@@ -125,11 +93,20 @@ class Recorder:
         self.patch.stop()
 
 
-def kind(x):
-    "Triton's word for the type of an argument."
-    if torch.is_tensor(x):
-        return f"*{SHORT[x.dtype]}"
-    return "fp32" if isinstance(x, float) else "i32"
+class Card:
+    "In place of a driver: it says which card this is. Triton keeps what it compiles by device."
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_target(self):
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self):
+        return self.capability
+
+    def get_current_stream(self, device):
+        return 0
 
 
 class Sizes:
@@ -329,12 +306,9 @@ def spilled(cubin):
     return int(re.search(r"STACK:(\d+)", told)[1])
 
 
-def compiled(kernel, types, constants, aligned, options, capability):
+def compiled(kernel, args, given, capability):
     "A launch as the card would get it; an AssertionError where the code is not as it should be."
-    names = list(types)
-    fixed = {(names.index(name),): value for name, value in constants.items()}
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, types, fixed, aligned)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    done = kernel.run(*args, grid=(1,), warmup=True, **given)
     body = done.asm["ptx"]
     if kernel.is_gluon():  # warps do not wait for one another before the sum is done
         loop = body[: body.rindex("mma.sync")]
@@ -355,16 +329,17 @@ def main():
         )
         for name in left:
             print(f"{capability} {name}: MISSING: no launch of it was recorded", flush=True)
-        for kernel, types, constants, aligned, options in launched:
-            newest = kernel.fn.__name__ == "_experts_kernel" or constants.get("D") == 64
+        driver.set_active(Card(capability))
+        for kernel, args, given in launched:
+            newest = kernel.fn.__name__ == "_experts_kernel" or given.get("D") == 64
             if not (every or capability < 80 or newest):
                 continue
             name = f"{capability} {kernel.fn.__module__}.{kernel.fn.__name__}"
             try:
-                done = compiled(kernel, types, constants, aligned, options, capability)
+                done = compiled(kernel, args, given, capability)
                 print(f"{name}: {done.metadata.shared} bytes", flush=True)
             except Exception as error:
-                print(f"{name} {types} {constants}: FAILED {error!r}"[:900], flush=True)
+                print(f"{name} {given}: FAILED {error!r}"[:900], flush=True)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,8 @@ def compiled_for(
     "What a kernel is compiled for: formats and alignment of tensors, numbers, constants."
 
     def kind(x):
+        if isinstance(x, tuple):
+            return tuple(map(kind, x))
         if hasattr(x, "data_ptr"):
             return x.dtype, x.data_ptr() % 16 == 0
         return x if isinstance(x, int) else type(x)

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product', 'moe',
-           'BlockSums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens']
+           'BlockSums', 'no_sums', 'block_sums', 'block_of', 'draw', 'pick', 'stream_numbers', 'append_tokens']
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #1af77ed5
 from dataclasses import dataclass
@@ -36,49 +36,44 @@ def _round(x, ROUND: tl.constexpr, dtype: tl.constexpr):
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #ee272bdc
 @triton.jit
+def _part(layers, BN: tl.constexpr):
+    """The layer that a program works on, of one or three side by side: which of its tiles, its
+    tensors and sizes, how many columns and ranks are before it, and how many there are."""
+    tile, column, rank = tl.program_id(0), 0, 0
+    w, bias, u, N, R, scale = layers[0]
+    columns, ranks = N, R
+    if len(layers) == 3:
+        _, _, _, NB, RB, _ = layers[1]
+        _, _, _, NC, RC, _ = layers[2]
+        ta, tb = tl.cdiv(N, BN), tl.cdiv(NB, BN)
+        columns, ranks = N + NB + NC, R + RB + RC
+        if tile >= ta + tb:
+            tile, column, rank = tile - (ta + tb), N + NB, R + RB
+            w, bias, u, N, R, scale = layers[2]
+        elif tile >= ta:
+            tile, column, rank = tile - ta, N, R
+            w, bias, u, N, R, scale = layers[1]
+    return tile, w, bias, u, N, R, scale, column, rank, columns, ranks
+
+
+@triton.jit
 def _one_row_kernel(
-    x,
-    wa,
-    wb,
-    wc,
-    ba,
-    bb,
-    bc,  # input (M, K); three weights (N, K) and biases (N,)
-    t,
-    ua,
-    ub,
-    uc,
-    residual,
-    out,  # LoRA: x A^T (M, sum of ranks) and three B (N, r); what is added; result (M, sum of N)
+    x,  # (M, K)
+    layers,  # of one or three: weight (N, K), bias (N,), LoRA's B (N, r), N, r and scaling
+    t,  # LoRA: x A^T (M, sum of ranks)
+    residual,  # what is added
+    out,  # (M, sum of N)
     K,
-    NA,
-    NB,
-    NC,
-    RA,
-    RB,
-    RC,
-    SA,
-    SB,
-    SC,  # sizes, ranks and scalings of the three
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROUND: tl.constexpr,
     RP: tl.constexpr,
-    PARTS: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
     "One row: the sum over K of weights times x, for BN columns; all of K in one load."
-    tile, m = tl.program_id(0), tl.program_id(1)
-    w, bias, u, N, R, scale, column, rank = wa, ba, ua, NA, RA, SA, 0, 0
-    if PARTS == 3:
-        ta, tb = tl.cdiv(NA, BN), tl.cdiv(NB, BN)
-        if tile >= ta + tb:
-            tile -= ta + tb
-            w, bias, u, N, R, scale, column, rank = wc, bc, uc, NC, RC, SC, NA + NB, RA + RB
-        elif tile >= ta:
-            tile -= ta
-            w, bias, u, N, R, scale, column, rank = wb, bb, ub, NB, RB, SB, NA, RA
+    m = tl.program_id(1)
+    tile, w, bias, u, N, R, scale, column, rank, columns, ranks = _part(layers, BN)
     n, k = tile * BN + tl.arange(0, BN), tl.arange(0, BK)
     weight = tl.load(
         w + n[:, None].to(tl.int64) * K + k[None, :],
@@ -95,12 +90,12 @@ def _one_row_kernel(
         y = acc.to(dtype).to(tl.float32)
     if RP > 0:
         r = tl.arange(0, RP)
-        tt = tl.load(t + m * (RA + RB + RC) + rank + r, mask=r < R, other=0.0)
+        tt = tl.load(t + m * ranks + rank + r, mask=r < R, other=0.0)
         ut = tl.load(
             u + n[:, None] * R + r[None, :], mask=(n[:, None] < N) & (r[None, :] < R), other=0.0
         ).to(tl.float32)
         y = (y + scale * tl.sum(tt[None, :] * ut, 1)).to(dtype).to(tl.float32)
-    where = m * (NA + NB + NC) + column + n
+    where = m * columns + column + n
     if HAS_RESIDUAL:
         y += tl.load(residual + where, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + where, y.to(out.dtype.element_ty), mask=n < N)
@@ -109,50 +104,23 @@ def _one_row_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x,
-    wa,
-    wb,
-    wc,
-    ba,
-    bb,
-    bc,
+    layers,
     t,
-    ua,
-    ub,
-    uc,
     residual,
     out,
     M,
     K,
-    NA,
-    NB,
-    NC,
-    RA,
-    RB,
-    RC,
-    SA,
-    SB,
-    SC,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     ROUND: tl.constexpr,
     RP: tl.constexpr,
-    PARTS: tl.constexpr,
     IEEE: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
     "A tile of BM rows and BN columns, BK of K at a time; otherwise as `_one_row_kernel`."
-    tile = tl.program_id(0)
-    w, bias, u, N, R, scale, column, rank = wa, ba, ua, NA, RA, SA, 0, 0
-    if PARTS == 3:
-        ta, tb = tl.cdiv(NA, BN), tl.cdiv(NB, BN)
-        if tile >= ta + tb:
-            tile -= ta + tb
-            w, bias, u, N, R, scale, column, rank = wc, bc, uc, NC, RC, SC, NA + NB, RA + RB
-        elif tile >= ta:
-            tile -= ta
-            w, bias, u, N, R, scale, column, rank = wb, bb, ub, NB, RB, SB, NA, RA
+    tile, w, bias, u, N, R, scale, column, rank, columns, ranks = _part(layers, BN)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     n = tile * BN + tl.arange(0, BN)
     ks = tl.arange(0, BK)
@@ -174,7 +142,7 @@ def _linear_kernel(
     if RP > 0:
         r = tl.arange(0, RP)
         tt = tl.load(
-            t + m[:, None] * (RA + RB + RC) + rank + r[None, :],
+            t + m[:, None] * ranks + rank + r[None, :],
             mask=(m[:, None] < M) & (r[None, :] < R),
             other=0.0,
         )
@@ -183,7 +151,7 @@ def _linear_kernel(
         ).to(tl.float32)
         y = (y + scale * tl.dot(tt, ut, input_precision=precision)).to(dtype).to(tl.float32)
     keep = (m[:, None] < M) & (n[None, :] < N)
-    where = m[:, None].to(tl.int64) * (NA + NB + NC) + column + n[None, :]
+    where = m[:, None].to(tl.int64) * columns + column + n[None, :]
     if HAS_RESIDUAL:
         y += tl.load(residual + where, mask=keep, other=0.0).to(tl.float32)
     tl.store(out + where, y.to(out.dtype.element_ty), mask=keep)
@@ -205,10 +173,11 @@ def _tiles(M, N):
     return dict(zip(names, sizes[N > 50_000, M <= 16 or N <= 64]))
 
 
-def _three(tensors, stand_in):
-    "Three pointers; a missing one is replaced by another of the same format, which is not read."
+def _filled(tensors, stand_in, count):
+    "So many pointers; a missing one is replaced by another of the same format, which is not read."
     stand_in = next((tensor for tensor in tensors if tensor is not None), stand_in)
-    return [stand_in if i >= len(tensors) or tensors[i] is None else tensors[i] for i in range(3)]
+    held = [stand_in if tensor is None else tensor for tensor in tensors]
+    return held + [stand_in] * (count - len(held))
 
 
 def _launch_linear(
@@ -219,35 +188,32 @@ def _launch_linear(
     t=None,  # (M, sum of ranks), x A^T of the adapters; None: they are left out
 ):
     "Linear layers of one input, by the kernel for one row or for several."
-    (M, K), fill = x.shape, [0] * (3 - len(projections))
+    (M, K), parts = x.shape, 1 if len(projections) == 1 else 3
+    fill = [0] * (parts - len(projections))
     sizes = [len(p.weight) for p in projections] + fill
     ranks = [0 if t is None or p.a is None else len(p.a) for p in projections] + fill
-    inputs = (
-        x,
-        *_three([p.weight for p in projections], x),
-        *_three([p.bias for p in projections], x),
-        x if t is None else t,
-        *_three([p.b for p in projections], x),
-        x if residual is None else residual,
-        out,
-    )
+    scales = [float(p.scaling) for p in projections] + [0.0] * len(fill)
+    tensors = [
+        _filled([getattr(p, name) for p in projections], x, parts)
+        for name in ("weight", "bias", "b")
+    ]
+    layers = tuple(zip(*tensors, sizes, ranks, scales))
+    inputs = x, layers, x if t is None else t, x if residual is None else residual, out
     options = dict(
         HAS_BIAS=projections[0].bias is not None,
         HAS_RESIDUAL=residual is not None,
         ROUND=residual is not None or t is not None,
         RP=0 if t is None else max(16, triton.next_power_of_2(max(ranks))),
-        PARTS=1 if len(projections) == 1 else 3,
     )
-    numbers = (*sizes, *ranks, *(float(p.scaling) for p in projections), *map(float, fill))
     if M == 1 and K <= ONE_LOAD:
         options |= dict(BN=2, BK=triton.next_power_of_2(K), num_warps=4)
         grid = (sum(triton.cdiv(n, 2) for n in sizes), M)
-        _one_row_kernel[grid](*inputs, K, *numbers, **options)
+        _one_row_kernel[grid](*inputs, K, **options)
     else:
         tiles = _tiles(M, sum(sizes))
         options |= dict(IEEE=x.dtype == torch.float32, **tiles)
         grid = (sum(triton.cdiv(n, tiles["BN"]) for n in sizes), triton.cdiv(M, tiles["BM"]))
-        _linear_kernel[grid](*inputs, M, K, *numbers, **options)
+        _linear_kernel[grid](*inputs, M, K, **options)
     return out
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #9196fbc4
@@ -507,11 +473,9 @@ def _schedule_kernel(
     weight_of,
     # (B, E); of each pair, sorted by expert: its row and its weight; of each row: its TOP pairs
     slot_of,
-    item_expert,
-    item_start,
-    item_end,
+    items,  # of each tile: its expert (-1: nothing to do), first pair, last pair + 1
     B,
-    n_items,  # of each tile: its expert (-1: nothing to do), first pair, last pair + 1
+    n_items,
     E: tl.constexpr,
     TOP: tl.constexpr,
     BB: tl.constexpr,
@@ -548,16 +512,14 @@ def _schedule_kernel(
     t = tl.arange(0, TILES)
     item = (last - tiles)[:, None] + t[None, :]
     used = t[None, :] < tiles[:, None]
-    tl.store(item_expert + item, tl.broadcast_to(e[:, None], (E, TILES)), mask=used)
-    tl.store(item_start + item, start[:, None] + t[None, :] * BM, mask=used)
+    tl.store(items[0] + item, tl.broadcast_to(e[:, None], (E, TILES)), mask=used)
+    tl.store(items[1] + item, start[:, None] + t[None, :] * BM, mask=used)
     tl.store(
-        item_end + item, tl.minimum(end[:, None], start[:, None] + (t[None, :] + 1) * BM), mask=used
+        items[2] + item, tl.minimum(end[:, None], start[:, None] + (t[None, :] + 1) * BM), mask=used
     )
     total = tl.sum(tiles, 0)
     i = tl.arange(0, E * TILES)
-    tl.store(
-        item_expert + i, tl.full((E * TILES,), -1, tl.int32), mask=(i >= total) & (i < n_items)
-    )
+    tl.store(items[0] + i, tl.full((E * TILES,), -1, tl.int32), mask=(i >= total) & (i < n_items))
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #d872c1f5
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -589,7 +551,7 @@ def schedule(
     items = torch.empty(3, -(-count // 4) * 4, dtype=torch.int32, device=logits.device)[:, :count]
     weight = torch.empty(B * top, dtype=torch.float32, device=logits.device)
     size = max(16, triton.next_power_of_2(B))
-    given = logits, token, weight, slot, *items, B, count
+    given = logits, token, weight, slot, (*items,), B, count
     _schedule_kernel[(1,)](
         *given,
         E=E,
@@ -652,31 +614,22 @@ def _unpack(
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #1b71721e
 @triton.jit
 def _experts_kernel(
-    x,
+    x,  # rows (., K)
     token_of,
     weight_of,
-    w,
-    scales,
-    bias,
-    t,
-    up,
-    # rows (., K); matrices (E, K, N), or blocks and scales of them; biases (E, N); LoRA: x A (P, R)
-    # and B (E, R, N); result (P, N or N/2)
-    out,
-    item_expert,
-    item_start,
-    item_end,
+    matrix,  # (E, K, N) twice, or blocks and scales
+    bias,  # (E, N)
+    t,  # LoRA: x A (P, R)
+    up,  # LoRA: B (E, R, N)
+    out,  # (P, N or N/2)
+    items,  # the tiles
     K,
     N,
-    se,
-    sk,
-    sn,
-    ue,
-    ur,
-    un,  # the tiles; sizes; strides of the matrices and of B
-    scale,
-    alpha,
-    limit,  # of LoRA; of the activation
+    strides,  # of the matrix
+    up_strides,
+    scale,  # of LoRA
+    alpha,  # of the activation
+    limit,
     GATHER: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -693,10 +646,10 @@ def _experts_kernel(
     """A tile of pairs of one expert times BN columns of its matrix; the activation, or the routing
     weight, on the way out."""
     item = tl.program_id(1)
-    e = tl.load(item_expert + item)
+    e = tl.load(items[0] + item)
     if e >= 0:
-        slot = tl.load(item_start + item) + tl.arange(0, BM)
-        real = slot < tl.load(item_end + item)
+        slot = tl.load(items[1] + item) + tl.arange(0, BM)
+        real = slot < tl.load(items[2] + item)
         source = slot
         if GATHER:
             source = tl.load(token_of + slot, mask=real, other=0)
@@ -708,8 +661,8 @@ def _experts_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         if PACKED:
             half, block = tl.arange(0, BK // 2), tl.arange(0, BK // 32)
-            wp = w + (e.to(tl.int64) * N + n[:, None]) * (K // 2) + half[None, :]
-            sp = scales + (e.to(tl.int64) * N + n[:, None]) * (K // 32) + block[None, :]
+            wp = matrix[0] + (e.to(tl.int64) * N + n[:, None]) * (K // 2) + half[None, :]
+            sp = matrix[1] + (e.to(tl.int64) * N + n[:, None]) * (K // 32) + block[None, :]
             for k in range(0, K, BK):
                 xt = tl.load(xp + k, mask=real[:, None] & (ks + k < K)[None, :], other=0.0)
                 byte = tl.load(
@@ -727,7 +680,8 @@ def _experts_kernel(
             if PTX:
                 acc *= 9223372036854775808.0  # 2 ** 63
         else:
-            wp = w + e.to(tl.int64) * se + ks[:, None] * sk + n[None, :] * sn
+            se, sk, sn = strides
+            wp = matrix[0] + e.to(tl.int64) * se + ks[:, None] * sk + n[None, :] * sn
             for k in range(0, K, BK):
                 inside = ks + k < K
                 xt = tl.load(xp + k, mask=real[:, None] & inside[None, :], other=0.0)
@@ -735,6 +689,7 @@ def _experts_kernel(
                 acc = tl.dot(xt, wt.to(xt.dtype), acc, input_precision=precision)
         if R > 0:
             r = tl.arange(0, RP)
+            ue, ur, un = up_strides
             tt = tl.load(
                 t + slot[:, None] * R + r[None, :], mask=real[:, None] & (r[None, :] < R), other=0.0
             )
@@ -743,25 +698,17 @@ def _experts_kernel(
                 mask=(r[:, None] < R) & (n[None, :] < N),
                 other=0.0,
             )
-            acc = acc.to(dtype).to(tl.float32) + scale * tl.dot(
-                tt, ut.to(tl.float32), input_precision=precision
-            )
+            low = tl.dot(tt, ut.to(tl.float32), input_precision=precision)
+            acc = _round(acc, True, dtype) + scale * low
+        if HAS_BIAS:
+            place = bias + e.to(tl.int64) * N + n
+            added = tl.load(place, mask=n < N, other=0.0).to(tl.float32)[None, :]
         y = acc
         if GATED:
-            y = (
-                (
-                    acc.to(dtype).to(tl.float32)
-                    + tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[
-                        None, :
-                    ]
-                )
-                .to(dtype)
-                .to(tl.float32)
-            )
+            y = _round(_round(acc, True, dtype) + added, True, dtype)
             gate, upper = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
-            gate = tl.minimum(
-                tl.maximum(gate, -60000.0), limit
-            )  # a float16 overflow to -inf would make NaN
+            # a float16 overflow to -inf would make NaN
+            gate = tl.minimum(tl.maximum(gate, -60000.0), limit)
             upper = tl.minimum(tl.maximum(upper, -limit), limit)
             y = (upper + 1) * gate / (1 + tl.exp(-gate * alpha))
             n2 = tl.program_id(0) * (BN // 2) + tl.arange(0, BN // 2)
@@ -772,12 +719,7 @@ def _experts_kernel(
             )
         else:
             if HAS_BIAS:
-                y = (
-                    _round(y, ROUND, dtype)
-                    + tl.load(bias + e.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[
-                        None, :
-                    ]
-                )
+                y = _round(y, ROUND, dtype) + added
                 y *= tl.load(weight_of + slot, mask=real, other=0.0)[:, None]
             tl.store(
                 out + slot[:, None].to(tl.int64) * N + n[None, :],
@@ -811,8 +753,8 @@ def expert_product(
         BN, BK, stages = (64, 256, 4) if work.rows <= 16 else (128, 128, 4)
     parts = (weight.blocks, weight.scales) if packed else (weight, weight)
     added = [x if one is None else one for one in (bias, t, up)]
-    tensors = x, work.token, work.weight, *parts, *added, out, *work.items
-    strides = *weight.stride(), *((0, 0, 0) if up is None else up.stride())
+    tensors = x, work.token, work.weight, parts, *added, out, (*work.items,)
+    strides = weight.stride(), (0, 0, 0) if up is None else up.stride()
     given = *tensors, K, N, *strides, scale, alpha, limit
     _experts_kernel[(triton.cdiv(N, BN), work.items.shape[1])](
         *given,
@@ -915,7 +857,7 @@ def moe(
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #34743b0b
 @triton.jit
-def _block_sums_kernel(logits, block_m, block_s, V, inverse_temperature, BLOCKS, BV: tl.constexpr):
+def _block_sums_kernel(logits, sums, V, inverse_temperature, BLOCKS, BV: tl.constexpr):
     "The largest logit of a block, and the sum of exp(logit - largest)."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = c * BV + tl.arange(0, BV)
@@ -923,16 +865,15 @@ def _block_sums_kernel(logits, block_m, block_s, V, inverse_temperature, BLOCKS,
     z *= inverse_temperature
     m = tl.max(z, 0)
     safe = tl.where(m == -float("inf"), 0.0, m)
-    tl.store(block_m + b * BLOCKS + c, m)
-    tl.store(block_s + b * BLOCKS + c, tl.sum(tl.exp(z - safe), 0))
+    tl.store(sums.largest + b * BLOCKS + c, m)
+    tl.store(sums.total + b * BLOCKS + c, tl.sum(tl.exp(z - safe), 0))
 
 
 @triton.jit
 def _pick_token_kernel(
     logits,
     least,
-    block_m,
-    block_s,
+    sums,  # of blocks
     uniform,
     tokens,
     logps,
@@ -946,9 +887,9 @@ def _pick_token_kernel(
     "Find the block in whose stretch of the running sum the random number falls, then its token."
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BP)
-    m = tl.load(block_m + b * BLOCKS + c, mask=c < BLOCKS, other=-float("inf"))
+    m = tl.load(sums.largest + b * BLOCKS + c, mask=c < BLOCKS, other=-float("inf"))
     top = tl.max(m, 0)
-    mass = (tl.load(block_s + b * BLOCKS + c, mask=c < BLOCKS, other=0.0) * tl.exp(m - top)).to(
+    mass = (tl.load(sums.total + b * BLOCKS + c, mask=c < BLOCKS, other=0.0) * tl.exp(m - top)).to(
         tl.float64
     )
     ends = tl.cumsum(mass, 0)
@@ -979,21 +920,25 @@ class BlockSums(NamedTuple):
     total: torch.Tensor  # sum of exp(logit - largest), float32
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #b5dd2e09
+def no_sums(
+    logits: torch.Tensor,  # (B, V)
+) -> BlockSums:
+    "Room for the sums of blocks."
+    shape = len(logits), triton.cdiv(logits.shape[1], block_of(logits.shape[1]))
+    # each by itself: as halves of one tensor their alignment, and so the kernel, depends on B
+    empty = partial(torch.empty, shape, dtype=torch.float32, device=logits.device)
+    return BlockSums(empty(), empty())
+
+
 def block_sums(
     logits: torch.Tensor,  # (B, V)
     temperature: float = 1.0,  # logits are divided by it
 ) -> BlockSums:
     "One pass over all rows, each cut into blocks."
-    B, V = logits.shape
-    size = block_of(V)
-    blocks = triton.cdiv(V, size)
-    # each by itself: as halves of one tensor their alignment, and so the kernel, depends on B
-    largest, total = (
-        torch.empty(B, blocks, dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
-    sizes = V, 1 / temperature, blocks
-    _block_sums_kernel[(B, blocks)](logits, largest, total, *sizes, BV=size, num_warps=8)
-    return BlockSums(largest, total)
+    V, sums = logits.shape[1], no_sums(logits)
+    given = logits, sums, V, 1 / temperature, sums.total.shape[1]
+    _block_sums_kernel[sums.total.shape](*given, BV=block_of(V), num_warps=8)
+    return sums
 
 
 def block_of(V):
@@ -1022,7 +967,7 @@ def pick(
     blocks = sums.largest.shape[1]
     tokens = torch.empty(B, dtype=torch.long, device=logits.device)
     logps = torch.empty(B, dtype=torch.float32, device=logits.device)
-    given = logits, logits if least is None else least, *sums, uniform, tokens, logps
+    given = logits, logits if least is None else least, sums, uniform, tokens, logps
     given += V, 1 / temperature, blocks
     _pick_token_kernel[(B,)](
         *given,

@@ -531,22 +531,29 @@ class RolloutEngine:
         self,
         rows: list[list[int]],  # N prompts, one for each completion
         params: SamplingParams,
-        in_place: bool = False,  # the cache is there at its full size from the start
-    ) -> list[list[list[int]]]:  # MemoryError with the numbers if a completion does not fit
-        "The prompts in batches that the model's modules have room for, in their order."
-        config, free = self.model.config.get_text_config(), free_memory(self.model.device)
-        dtype = self.autocast_dtype or self.model.dtype
-        memory = memory_through_modules(config, dtype, params, in_place)
-        # an eighth for one layer's keys and values, repeated for heads that share them
-        free = free * 7 // 8 if in_place else free
+        decoder: Decoder | None,
+        # without a decoder: the cache is there at its full size from the start
+        in_place: bool = False,
+        # MemoryError with the numbers if a completion does not fit
+    ) -> tuple[list[list[list[int]]], int]:
+        "The prompts in batches that fit, and how many tokens of prompts are read at a time."
+        free = free_memory(self.model.device)
+        if decoder is not None:
+            memory = memory_of_decoder(decoder, rows, params, free)
+        else:
+            config = self.model.config.get_text_config()
+            dtype = self.autocast_dtype or self.model.dtype
+            memory = memory_through_modules(config, dtype, params, in_place)
+            # an eighth for one layer's keys and values, repeated for heads that share them
+            free = free * 7 // 8 if in_place else free
         batches, most = [], self.max_batch_size or len(rows)
+        beside = free, memory.row_bytes, memory.fixed_bytes
         while rows:
             lengths = [len(ids) for ids in rows[:most]]
-            fit = memory.shape, lengths, params.max_tokens, free, memory.row_bytes
-            size = rows_that_fit(*fit)
+            size = rows_that_fit(memory.shape, lengths, params.max_tokens, *beside)
             batches.append(rows[:size])
             rows = rows[size:]
-        return batches
+        return batches, memory.prefill_tokens
 
     def _in_turn(self, decoder, rows, params, drawing, on_tokens, prefixes, keys, **returns):
         """A rollout in which the rows that end make room for those that wait; with `returns`, the
@@ -579,12 +586,12 @@ class RolloutEngine:
         "A rollout through the model's modules, some rows after others where memory is short."
         in_place = self._not_recorded() is None
         try:
-            batches = self.batches(rows, params, in_place)
+            batches, _ = self.batches(rows, params, None, in_place)
         except MemoryError:
             if not in_place:
                 raise
             in_place = False  # a cache that grows takes a little less
-            batches = self.batches(rows, params)
+            batches, _ = self.batches(rows, params, None)
         draw = complete_in_place if in_place and not seen else complete
         rollouts = [
             draw(self.model, batch, keys=own, on_tokens=self._told(bar, len(batch)), **drawing)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from . import decode_kernels, decode_ops
-from .decode_kernels import BlockSums, pick
+from .decode_kernels import BlockSums, no_sums, pick
 from .decode_ops import DecodeState
 from grpo_nb.rollout.sampling import (
     SamplingParams,
@@ -57,18 +57,7 @@ class Looks(NamedTuple):
 
 
 @triton.jit
-def _look_kernel(
-    logits,
-    tops,
-    shares,
-    block_m,
-    block_s,
-    V,
-    inverse_temperature,
-    BLOCKS,
-    BV: tl.constexpr,
-    BC: tl.constexpr,
-):
+def _look_kernel(logits, looks, V, inverse_temperature, BLOCKS, BV: tl.constexpr, BC: tl.constexpr):
     "`_block_sums_kernel`, with the largest logit of each chunk and its part of the sum."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     k = tl.arange(0, BV // BC)
@@ -78,10 +67,10 @@ def _look_kernel(
     m = tl.max(top.to(tl.float32), 0) * inverse_temperature
     safe = tl.where(m == -float("inf"), 0.0, m)
     share = tl.sum(tl.exp(z.to(tl.float32) * inverse_temperature - safe), 1)
-    tl.store(tops + at, top)
-    tl.store(shares + at, share)
-    tl.store(block_m + b * BLOCKS + c, m)
-    tl.store(block_s + b * BLOCKS + c, tl.sum(share, 0))
+    tl.store(looks.tops + at, top)
+    tl.store(looks.shares + at, share)
+    tl.store(looks.sums.largest + b * BLOCKS + c, m)
+    tl.store(looks.sums.total + b * BLOCKS + c, tl.sum(share, 0))
 
 
 def look(
@@ -90,11 +79,11 @@ def look(
 ) -> Looks:
     "The largest logit and the sum of exp(logit) of every 256, and of blocks of these."
     (B, V), size = logits.shape, decode_kernels.block_of(logits.shape[1])
-    blocks, chunk = triton.cdiv(V, size), min(size, CHUNK)
-    numbers = partial(torch.empty, dtype=torch.float32, device=logits.device)
+    sums, chunk = no_sums(logits), min(size, CHUNK)
+    blocks = sums.total.shape[1]
     tops = logits.new_empty(B, blocks * (size // chunk))
-    looks = Looks(BlockSums(numbers(B, blocks), numbers(B, blocks)), tops, numbers(tops.shape))
-    given = logits, tops, looks.shares, *looks.sums, V, 1 / temperature, blocks
+    looks = Looks(sums, tops, torch.empty_like(tops, dtype=torch.float32))
+    given = logits, looks, V, 1 / temperature, blocks
     _look_kernel[(B, blocks)](*given, BV=size, BC=chunk, num_warps=8)
     return looks
 
@@ -116,16 +105,9 @@ NOTHING = tl.constexpr(-2139095041)  # `_order` of -inf
 # C of unknown factors, so that the number of blocks does not matter
 @triton.jit(do_not_specialize=["wanted", "V", "C"])
 def _begin_kernel(
-    tops,
-    shares,
-    block_m,
+    looks,
     least,
-    low,
-    bits,
-    chunks,
-    counts,
-    peaks,
-    target,
+    begun,  # a `Start`
     wanted,
     share,
     V,
@@ -141,7 +123,7 @@ def _begin_kernel(
     "A bound that the threshold of one row cannot lie below, and the chunks that reach it."
     b, c = tl.program_id(0).to(tl.int64), tl.arange(0, CP)
     inside = (c < C) & (c * BC < V)
-    top = tl.load(tops + b * C + c, mask=inside, other=-float("inf")).to(tl.float32)
+    top = tl.load(looks.tops + b * C + c, mask=inside, other=-float("inf")).to(tl.float32)
     order = _order(top, DROP).to(tl.int64)
     start, one = tl.full((), NOTHING >> DROP, tl.int64), tl.full((), 1, tl.int64)
     highest, peak = tl.max(tl.where(inside, order, start), 0), tl.max(top, 0) * inverse_temperature
@@ -149,11 +131,13 @@ def _begin_kernel(
         cut = tl.load(least + b)
         start = tl.where(cut == 0, -1, _order(cut, DROP)).to(tl.int64)  # -0 is kept with 0
     else:
-        m = tl.load(block_m + (b * (C // PER) + c // PER), mask=inside, other=-float("inf"))
-        mass = tl.load(shares + b * C + c, mask=inside, other=0.0) * tl.exp(m - peak)
+        m = tl.load(
+            looks.sums.largest + (b * (C // PER) + c // PER), mask=inside, other=-float("inf")
+        )
+        mass = tl.load(looks.shares + b * C + c, mask=inside, other=0.0) * tl.exp(m - peak)
         total = tl.sum(mass.to(tl.float64), 0)
         rest = mass - tl.where(inside, tl.exp(top * inverse_temperature - peak), 0.0)
-        tl.store(target + b, total * share)
+        tl.store(begun.target + b, total * share)
         for r in range(32 - DROP):  # bit by bit, the largest number that passes
             tried = start + (one << (31 - DROP - r))
             if COUNT:  # so many chunks, and logits, are as large
@@ -167,11 +151,11 @@ def _begin_kernel(
     span, n = highest - start + 1, tl.arange(0, 32).to(tl.int64)
     reaches = inside & (order >= start)
     place = tl.cumsum(reaches.to(tl.int32), 0) - 1
-    tl.store(chunks + b * C + place, c, mask=reaches)
-    tl.store(counts + b, tl.sum(reaches.to(tl.int32), 0))
-    tl.store(bits + b, tl.sum((span > (one << n)).to(tl.int32), 0))
-    tl.store(low + b, start)
-    tl.store(peaks + b, peak)
+    tl.store(begun.chunks + b * C + place, c, mask=reaches)
+    tl.store(begun.counts + b, tl.sum(reaches.to(tl.int32), 0))
+    tl.store(begun.bits + b, tl.sum((span > (one << n)).to(tl.int32), 0))
+    tl.store(begun.low + b, start)
+    tl.store(begun.peaks + b, peak)
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #23a5ecfe
 LOW_BITS = {torch.bfloat16: 16, torch.float16: 13}  # that are zero in these formats as float32
@@ -196,8 +180,8 @@ def begin(
         make(B, dtype=torch.float32),
         make(B, dtype=torch.float64),
     )
-    given = looks.tops, looks.shares, looks.sums.largest, looks.shares if least is None else least
-    given += *start, min(wanted, V), share, V, 1 / temperature, C
+    given = looks, looks.shares if least is None else least, start
+    given += min(wanted, V), share, V, 1 / temperature, C
     _begin_kernel[(B,)](
         *given,
         COUNT=wanted > 0,
@@ -214,8 +198,7 @@ def begin(
 @triton.jit
 def _narrow(
     sums,
-    low,
-    target,
+    begun,  # a `Start`
     b,
     number,
     bits,
@@ -237,23 +220,18 @@ def _narrow(
     if not COUNT:
         if CUT & (number == 1):  # a share of all that the first pass has added up
             enough = tl.sum(found, 0) * share
-            tl.store(target + b, enough)
+            tl.store(begun.target + b, enough)
         else:
-            enough = tl.load(target + b)
+            enough = tl.load(begun.target + b)
     place = tl.max(tl.where(above >= enough, d, 0), 0)
-    return tl.load(low + before) + (place.to(tl.int64) << tl.maximum(bits - 4 * number, 0))
+    return tl.load(begun.low + before) + (place.to(tl.int64) << tl.maximum(bits - 4 * number, 0))
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #493b1c90
 # A V of unknown factors: a thread then reads one logit a chunk, in the columns where it adds
 @triton.jit(do_not_specialize=["number", "wanted", "V", "C", "ROWS", "PARTS"])
 def _search_kernel(
     logits,
-    low,
-    bits,
-    chunks,
-    counts,
-    peaks,
-    target,
+    begun,  # a `Start`
     sums,  # (2, B, PARTS, 16), of every other pass
     number,  # of this pass
     wanted,
@@ -273,24 +251,24 @@ def _search_kernel(
 ):
     "How much of a part lies in each sixteenth of a row's range; what is above counts in the last."
     b, p = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    count, width, now = tl.load(counts + b), tl.load(bits + b), (number % 2) * ROWS + b
+    count, width, now = tl.load(begun.counts + b), tl.load(begun.bits + b), (number % 2) * ROWS + b
     if (p * TILE < count) & ((number == 0) | (width > 4 * number)):
         if number == 0:
-            start = tl.load(low + b)
+            start = tl.load(begun.low + b)
         else:
             parts = tl.minimum(PARTS, tl.cdiv(count, TILE))
-            before = sums, low, target, b, number, width, parts
+            before = sums, begun, b, number, width, parts
             start = _narrow(*before, wanted, share, ROWS, PARTS, COUNT, CUT, PP)
-            tl.store(low + now, start)
+            tl.store(begun.low + now, start)
         start = start.to(tl.int32)
-        shift, peak = tl.maximum(width - 4 * (number + 1), 0), tl.load(peaks + b)
+        shift, peak = tl.maximum(width - 4 * (number + 1), 0), tl.load(begun.peaks + b)
         total, d = tl.zeros((16, BC), tl.float32), tl.arange(0, 16)[:, None]
         for step in range(STEPS):
             first = (step * PARTS + p) * TILE
             if first < count:
                 for k in tl.static_range(TILE):
                     there = first + k < count
-                    i = tl.load(chunks + b * C + first + k, mask=there, other=0) * BC
+                    i = tl.load(begun.chunks + b * C + first + k, mask=there, other=0) * BC
                     i += tl.arange(0, BC)
                     inside = i < tl.where(there, V, 0)
                     z = tl.load(logits + b * V + i, mask=inside, other=-float("inf"))
@@ -307,10 +285,7 @@ def _search_kernel(
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #4ede2242
 @triton.jit(do_not_specialize=["wanted", "ROWS", "PARTS"])
 def _least_kernel(
-    low,
-    bits,
-    counts,
-    target,
+    begun,  # a `Start`
     sums,
     least,
     result,
@@ -326,8 +301,9 @@ def _least_kernel(
 ):
     "The least logit of one row that is kept, after its last pass."
     b = tl.program_id(0).to(tl.int64)
-    width, parts = tl.load(bits + b), tl.minimum(PARTS, tl.cdiv(tl.load(counts + b), TILE))
-    before = sums, low, target, b, tl.maximum(tl.cdiv(width, 4), 1), width, parts
+    width = tl.load(begun.bits + b)
+    parts = tl.minimum(PARTS, tl.cdiv(tl.load(begun.counts + b), TILE))
+    before = sums, begun, b, tl.maximum(tl.cdiv(width, 4), 1), width, parts
     value = _number(_narrow(*before, wanted, share, ROWS, PARTS, COUNT, CUT, PP), DROP)
     if CUT:
         value = tl.maximum(value, tl.load(least + b))
@@ -367,11 +343,10 @@ def search(
     asked = min(wanted, V), share
     sizes = V, 1 / temperature, C, B, parts
     for number in range(-(-(32 - drop) // 4)):
-        given = logits, *start, sums, number, *asked, *sizes
+        given = logits, start, sums, number, *asked, *sizes
         _search_kernel[(B, parts)](*given, STEPS=steps, BC=chunk, **options)
-    given = start.low, start.bits, start.counts, start.target, sums
-    given += result if least is None else least, result
-    _least_kernel[(B,)](*given, *asked, B, parts, **options)
+    given = start, sums, result if least is None else least, result, *asked
+    _least_kernel[(B,)](*given, B, parts, **options)
     return result
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #b2361f49
@@ -399,8 +374,7 @@ def _kept_kernel(
     logits,
     tops,
     least,
-    block_m,
-    block_s,
+    sums,  # of blocks
     counts,
     V,
     inverse_temperature,
@@ -419,8 +393,8 @@ def _kept_kernel(
     z = tl.load(logits + b * V + i, mask=read, other=-float("inf")).to(tl.float32)
     kept = (z >= cut) & (z > -float("inf"))
     total = tl.where(kept, tl.exp(z * inverse_temperature - safe), 0.0)
-    tl.store(block_m + b * BLOCKS + c, m)
-    tl.store(block_s + b * BLOCKS + c, tl.sum(tl.sum(total, 1), 0))
+    tl.store(sums.largest + b * BLOCKS + c, m)
+    tl.store(sums.total + b * BLOCKS + c, tl.sum(tl.sum(total, 1), 0))
     tl.store(counts + b * BLOCKS + c, tl.sum(tl.sum(kept.to(tl.int32), 1), 0))
 
 
@@ -432,32 +406,30 @@ def kept_sums(
 ) -> tuple[BlockSums, torch.Tensor]:  # of the logits from `least` on; how many (B, blocks)
     "`block_sums` of what is kept, and how many of each block are."
     (B, V), size = logits.shape, decode_kernels.block_of(logits.shape[1])
-    blocks = triton.cdiv(V, size)
-    largest, total = (
-        torch.empty(B, blocks, dtype=torch.float32, device=logits.device) for _ in range(2)
-    )
+    sums = no_sums(logits)
+    blocks = sums.total.shape[1]
     counts = torch.empty(B, blocks, dtype=torch.int32, device=logits.device)
-    given = logits, tops, least, largest, total, counts, V, 1 / temperature, blocks
+    given = logits, tops, least, sums, counts, V, 1 / temperature, blocks
     _kept_kernel[(B, blocks)](*given, BV=size, BC=min(size, CHUNK), num_warps=4)
-    return BlockSums(largest, total), counts
+    return sums, counts
 
 
 @triton.jit
-def _log_mass(largest, total, at, inside):
+def _log_mass(sums, at, inside):
     "The log of a row's sum of exp(logit), from its blocks'."
-    m = tl.load(largest + at, mask=inside, other=-float("inf"))
+    m = tl.load(sums.largest + at, mask=inside, other=-float("inf"))
     top = tl.max(m, 0)
-    return top + tl.log(tl.sum(tl.load(total + at, mask=inside, other=0.0) * tl.exp(m - top), 0))
+    return top + tl.log(
+        tl.sum(tl.load(sums.total + at, mask=inside, other=0.0) * tl.exp(m - top), 0)
+    )
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #dd8374e6
 @triton.jit
 def _ids_kernel(
     logits,
     least,
-    largest,
-    total,  # of all logits
-    kept_largest,
-    kept_total,
+    sums,  # of all logits
+    kept_sums,
     counts,  # of those that are kept
     ids,
     log_mass,
@@ -476,8 +448,7 @@ def _ids_kernel(
     here = tl.sum(tl.where(n == c, count, 0), 0)
     fits = tl.sum(count, 0) <= ROOM
     if c == 0:
-        kept_mass = _log_mass(kept_largest, kept_total, at, inside)
-        lost = kept_mass - _log_mass(largest, total, at, inside)
+        lost = _log_mass(kept_sums, at, inside) - _log_mass(sums, at, inside)
         tl.store(log_mass + b, tl.where(fits, 0.0, lost))
     if fits & (here > 0):
         i = c * BV + tl.arange(0, BV)
@@ -501,7 +472,7 @@ def kept_ids(
     size, blocks = decode_kernels.block_of(V), sums.largest.shape[1]
     ids = torch.full((B, room), -1, dtype=torch.int32, device=device)
     log_mass = torch.empty(B, dtype=torch.float32, device=device)
-    given = logits, least, *sums, *kept, counts, ids, log_mass, V, blocks, room
+    given = logits, least, sums, kept, counts, ids, log_mass, V, blocks, room
     options = dict(BP=triton.next_power_of_2(blocks), BV=size, num_warps=4)
     _ids_kernel[(B, blocks)](*given, **options)
     return Survivors(ids, log_mass)

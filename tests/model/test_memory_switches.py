@@ -345,7 +345,7 @@ def test_the_sampler_s_batch_is_handed_on(tmp_path):
     trainer, _ = run(tmp_path, model, tokenizer, max_batch_size=3, max_steps=1)
     assert (
         trainer.engine.max_batch_size == 3
-        and len(trainer.engine.batches([[9]] * 8, trainer.sampling)) == 3
+        and len(trainer.engine.batches([[9]] * 8, trainer.sampling, None)[0]) == 3
     )
     assert len(losses(trainer)) == 1
     with pytest.raises(ValueError, match="max_batch_size is 0"):

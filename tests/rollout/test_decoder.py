@@ -437,6 +437,8 @@ def test_a_batch_that_does_not_fit_is_drawn_in_parts(monkeypatch):
     free = shape.bytes([longest] * 2, [1] * 2, 8)
     monkeypatch.setattr(engine_module, "free_memory", lambda device: free)
     engine = RolloutEngine(model, tokenizer)
+    parts = engine.batches([tokenizer(t).input_ids for t in TEXTS], params, Decoder(model))[0]
+    assert len(parts) > 1 and sum(map(len, parts)) == 5
     assert_same(whole, engine.generate(TEXTS, params))
     monkeypatch.setattr(engine_module, "free_memory", lambda device: 1000)
     with pytest.raises(

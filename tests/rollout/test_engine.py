@@ -778,12 +778,12 @@ def test_rows_through_modules_are_as_many_as_fit(monkeypatch):
         3 <= max(rows for rows, columns in log if columns == 1) < 10
     )  # rows of short prompts are smaller
     tight = RolloutEngine(model, tokenizer, through_modules=True, max_batch_size=2)
-    assert [len(part) for part in tight.batches([[7] * 4] * 5, params)] == [2, 2, 1]
+    assert [len(part) for part in tight.batches([[7] * 4] * 5, params, None)[0]] == [2, 2, 1]
     rows = [[7] * longest] * 7
-    assert [len(part) for part in engine.batches(rows, params)] == [3, 3, 1]
+    assert [len(part) for part in engine.batches(rows, params, None)[0]] == [3, 3, 1]
     monkeypatch.setattr("grpo_nb.rollout.engine.free_memory", lambda device: row - 1)
     with pytest.raises(MemoryError, match=f"up to 12 tokens after a prompt of {longest} needs"):
-        engine.batches(rows, params)
+        engine.batches(rows, params, None)
 
 
 def test_a_model_without_keys_and_values_is_refused():

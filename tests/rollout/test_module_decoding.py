@@ -393,7 +393,9 @@ def test_a_part_has_room_for_what_a_step_takes(monkeypatch):
     model = tiny("Llama")
     engine, params, rows = RolloutEngine(model, None), SamplingParams(max_tokens=20), [[5] * 8] * 64
     monkeypatch.setattr(engines, "free_memory", lambda device: 200_000)
-    growing, placed = (len(engine.batches(rows, params, in_place)[0]) for in_place in (False, True))
+    growing, placed = (
+        len(engine.batches(rows, params, None, in_place)[0][0]) for in_place in (False, True)
+    )
     assert 1 < placed < growing < 64
 
 
