@@ -124,9 +124,12 @@ class RunOwner(RunFile):
 
     def check_free(self) -> None:  # ValueError
         "Refuse a folder in which a run is at work; nothing is taken."
+        began = time.monotonic()
         with suppress(FileNotFoundError), open(self.path, "r+") as file:
-            if not self.locked(file):
-                raise ValueError(self.refusal(json.loads(file.read())))
+            while not self.locked(file):
+                if time.monotonic() - began > ENDS_S:
+                    raise ValueError(self.refusal(json.loads(file.read())))
+                time.sleep(0.05)
 
 # %% ../../nbs/training/26_one_run.ipynb #07bc2b0a
 class OneRun(RunOwner):
