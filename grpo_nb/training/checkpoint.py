@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MANIFEST', 'STATE', 'THEIR_STATE', 'ONLY_MODEL', 'GO_ON', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'digest', 'digests',
            'write_manifest', 'manifest_fault', 'file_fault', 'told', 'checkpoints', 'newest_whole_checkpoint',
-           'newest_checkpoint', 'find_checkpoint', 'check_ours', 'check_named', 'remove_old_checkpoints', 'set_aside',
-           'deterministic', 'check_adapter', 'check_weights', 'read_adapters', 'read_own_weights', 'read_weights',
-           'load_weights', 'place_of', 'check_same_run', 'shared_out', 'on_cpu', 'SavedRun', 'CheckpointFolder',
-           'CheckpointWrites', 'CheckpointReads', 'CheckpointRestores', 'Checkpointer']
+           'find_checkpoint', 'check_ours', 'check_named', 'remove_old_checkpoints', 'set_aside', 'deterministic',
+           'check_adapter', 'check_weights', 'read_adapters', 'read_own_weights', 'read_weights', 'load_weights',
+           'place_of', 'check_same_run', 'shared_out', 'on_cpu', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites',
+           'CheckpointReads', 'CheckpointRestores', 'Checkpointer']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -148,24 +148,6 @@ def newest_whole_checkpoint(
         passed_over.append((folder, fault))
     return None, passed_over
 
-
-def newest_checkpoint(
-    output_dir: str | Path,  # of a run
-) -> Path | None:  # None: there is none; ValueError if there are some and all are damaged
-    "The newest whole checkpoint; a warning names the newer ones that are damaged."
-    found, passed_over = newest_whole_checkpoint(output_dir)
-    faults = [f"{path.name} ({why})" for path, why in passed_over if why != ONLY_MODEL]
-    damaged = "; ".join(faults)
-    if found is None and damaged:
-        raise ValueError(
-            f"no checkpoint in {str(output_dir)!r} is whole: {damaged}. Begin anew with "
-            "train(), which moves them aside, or name the folder of another run"
-        )
-    if damaged:
-        said = f"going on from {found.name}, since it is whole and these are not: {damaged}"
-        warnings.warn(said, stacklevel=4)
-    return found
-
 # %% ../../nbs/training/13_checkpoint.ipynb #a515be1a
 def find_checkpoint(
     # True: the newest whole one in output_dir; "auto": the same, if there is one; a folder: that
@@ -178,7 +160,17 @@ def find_checkpoint(
     if not resume:
         return None
     if resume in (True, "auto"):
-        found = newest_checkpoint(output_dir)
+        found, passed_over = newest_whole_checkpoint(output_dir)
+        faults = [f"{path.name} ({why})" for path, why in passed_over if why != ONLY_MODEL]
+        damaged = "; ".join(faults)
+        if found is None and damaged:
+            raise ValueError(
+                f"no checkpoint in {str(output_dir)!r} is whole: {damaged}. Begin anew with "
+                "train(), which moves them aside, or name the folder of another run"
+            )
+        if damaged:
+            said = f"going on from {found.name}, since it is whole and these are not: {damaged}"
+            warnings.warn(said, stacklevel=3)
         if found is None and resume is True:
             check_ours(checkpoints(output_dir)[::-1])
             raise ValueError(
@@ -197,7 +189,7 @@ def find_checkpoint(
         )
     return found
 
-
+# %% ../../nbs/training/13_checkpoint.ipynb #ff600840
 def check_ours(
     folders: list[Path],  # checkpoints without a state of ours, the newest first
 ) -> None:  # ValueError
@@ -673,18 +665,13 @@ class CheckpointRestores(CheckpointReads):
 
     def take_log(self, folder: Path, history: list[dict]) -> list[str]:
         "Restore the log as it was at that update, and set later files aside; lines to print."
-        if not self.log.path:
-            self.log.rewrite(history)
-            return []
         here = folder.parent.resolve() == Path(self.config.output_dir).resolve()
-        if here:
-            damaged = not self.log.holds(history)
-            self.log.rewrite(history)
-            set_aside(self.config.output_dir, after=self.state.global_step)
-            return [f"{self.log.path} was damaged, and is that of the checkpoint"] * damaged
-        other = set_aside(self.config.output_dir)  # a run that moved here
+        after = self.state.global_step if here else None  # None: a run that moved here
+        other = self.log.path and set_aside(self.config.output_dir, after)
         self.log.rewrite(history)
-        return [f"the checkpoints and the log of another run are now in {other}"] if other else []
+        if here or not other:
+            return []
+        return [f"the checkpoints and the log of another run are now in {other}"]
 
 # %% ../../nbs/training/13_checkpoint.ipynb #db1da54f
 @dataclass(eq=False, repr=False)

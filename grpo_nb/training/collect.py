@@ -38,7 +38,6 @@ from grpo_nb.training.data import (
     check_prompt_lengths,
     column_names,
     completion_as_given,
-    filled_arguments,
     many_prompt_token_ids,
     prompt_token_ids,
     reward_columns,
@@ -157,7 +156,7 @@ class SourceQuestions(SourceParts):
                 if rows is not None:
                     rows = [rows.first] if isinstance(rows, StreamedRows) else rows
                     found = unread_settings(rows, self.reward_funcs) + self.unread(rows)
-                    sentences |= dict.fromkeys(found + filled_arguments(rows))
+                    sentences |= dict.fromkeys(found)
         return list(sentences)
 
     def unread(self, rows: Any) -> list[str]:

@@ -9,7 +9,7 @@ __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_G
            'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
            'types_of', 'Worded', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings',
            'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
-           'OptimizerSettings', 'MemorySettings', 'check_path', 'RunSettings', 'HubSettings', 'by_sentence', 'refuse',
+           'OptimizerSettings', 'MemorySettings', 'RunSettings', 'HubSettings', 'by_sentence', 'refuse',
            'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
@@ -862,28 +862,6 @@ class MemorySettings(Settings):
 # accelerate's names
 TRACKERS = tuple("aim tensorboard wandb trackio comet_ml mlflow clearml dvclive swanlab".split())
 
-
-def check_path(
-    name: str,  # of a setting
-    path: str,
-) -> None:  # ValueError
-    "Refuse what can be no path on this system, before anything else is done."
-    shown, why = repr(path) if len(path) < 200 else f"{path[:100]!r}...", None
-    try:
-        longest = max(map(len, os.fsencode(path).split(os.fsencode(os.sep))), default=0)
-        path.encode()  # what writes tokenizers knows UTF-8 alone
-        if "\0" in path:
-            why = "holds the character NUL, which no file name has: leave it out"
-        elif longest > 255:
-            why = f"has a part of {longest} bytes, and a file name has at most 255: shorten it"
-    except UnicodeEncodeError:
-        why = (
-            "holds characters that cannot be written in the encoding of file names here, "
-            f"{sys.getfilesystemencoding()}: set PYTHONUTF8=1, or name another folder"
-        )
-    if why:
-        raise ValueError(f"{name} is {shown}, and {why}.")
-
 # %% ../../nbs/training/01_config.ipynb #2e42e2c8
 @dataclass(kw_only=True)
 class RunSettings(Settings):
@@ -950,7 +928,6 @@ class RunSettings(Settings):
 
     def check(self):
         self.output_dir = os.path.expanduser(self.output_dir)  # as transformers' TrainingArguments
-        check_path("output_dir", self.output_dir)
         schedule, best = getattr(self, "lr_scheduler_type", ""), self.save_strategy == "best"
         judged = {
             f"lr_scheduler_type={schedule!r}": schedule in ("reduce_lr_on_plateau", "greedy"),

@@ -8,9 +8,9 @@ __all__ = ['ROW_SETTINGS', 'TEMPLATE_ROOM', 'NOT_FOR_REWARDS', 'ARGUMENTS', 'KEP
            'prompt_token_ids', 'template_kwargs', 'many_prompt_token_ids', 'equal', 'check_prompt_lengths',
            'column_names', 'values_of', 'prompt_rows', 'kind_of_prompt', 'most_tokens', 'check_long_prompts',
            'shortened', 'stops_by_name', 'room_left', 'completion_as_given', 'reward_columns', 'check_shape',
-           'check_rows', 'is_stream', 'listed', 'BrokenStream', 'unbroken', 'StreamedRows', 'text_of_row', 'digest_of',
-           'check_columns', 'check_prompts', 'check_row_settings', 'check_dataset', 'check_evaluation_data',
-           'unread_settings', 'filled_arguments', 'row_variables', 'unread_variables']
+           'check_rows', 'is_stream', 'listed', 'StreamedRows', 'text_of_row', 'digest_of', 'check_columns',
+           'check_prompts', 'check_dataset', 'check_evaluation_data', 'unread_settings', 'row_variables',
+           'unread_variables']
 
 # %% ../../nbs/training/02_data.ipynb #b5d7708d
 import copy
@@ -187,8 +187,7 @@ def prompt_token_ids(
     return list(ids)
 
 # %% ../../nbs/training/02_data.ipynb #1cf453a3
-# column -> the kind of its values; the variables of a row's own
-ROW_SETTINGS = {"chat_template_kwargs": Mapping, "reasoning_effort": str}
+ROW_SETTINGS = ("chat_template_kwargs", "reasoning_effort")  # columns
 
 
 def template_kwargs(
@@ -462,25 +461,7 @@ def listed(
     dataset,  # a table, or a stream that ends
 ):  # the table, or the rows of the stream as a list
     "All rows of a stream, for an evaluation."
-    return list(unbroken(dataset)) if is_stream(dataset) else dataset
-
-
-class BrokenStream(OSError):
-    "A stream of rows ended with an error."
-
-
-def unbroken(stream: Iterable) -> Iterator:  # BrokenStream
-    "The rows of a stream, whose own errors say at which row they came."
-    number = 0
-    try:
-        for number, row in enumerate(stream, 1):  # noqa: B007  # the number is for the error
-            yield row
-    except Exception as error:  # of a network, a file, or the user's own program
-        raise BrokenStream(
-            f"the stream of rows ended with an error at row {number} "
-            f"({type(error).__name__}: {' '.join(str(error).split())[:300]}): see whether its "
-            "source can be read, or give a data set that is loaded whole"
-        ) from error
+    return list(dataset) if is_stream(dataset) else dataset
 
 # %% ../../nbs/training/02_data.ipynb #013e1c2a
 class StreamedRows:
@@ -507,12 +488,12 @@ class StreamedRows:
 
     def restart(self) -> None:
         "Go to the first row."
-        self.rows, self.read, self.kept = unbroken(self.stream), 0, deque(maxlen=KEPT_ROWS)
+        self.rows, self.read, self.kept = iter(self.stream), 0, deque(maxlen=KEPT_ROWS)
 
     def following(self) -> Mapping:
         "The next row, checked; the first one after the last."
         if (row := next(self.rows, None)) is None:
-            self.rows = unbroken(self.stream)
+            self.rows = iter(self.stream)
             row = next(self.rows, None)
         if row is None:
             raise ValueError("The dataset is a stream without rows: give one that has some.")
@@ -520,7 +501,6 @@ class StreamedRows:
             check_rows([row])
             check_columns(list(row))
             self.first = row
-        check_row_settings([row], self.read)
         same = isinstance(row, Mapping) and row.keys() == self.first.keys()
         if not same or len({is_conversational(one["prompt"]) for one in (row, self.first)}) > 1:
             raise ValueError(
@@ -609,30 +589,6 @@ def check_prompts(
             "string: give all prompts in one form."
         )
 
-
-def check_row_settings(
-    dataset,  # one with the column "prompt"
-    first: int = 0,  # number of the first row
-) -> None:
-    "Refuse variables of a row's own that are of the wrong kind, or that say two things."
-    words = {Mapping: "a dict of the chat template's variables", str: "a string"}
-    for number, row in enumerate(prompt_rows(dataset), first):
-        where = f"Row {number} of the dataset:"
-        for name in row.keys() & ROW_SETTINGS:
-            kind = ROW_SETTINGS[name]
-            if not isinstance(row[name], kind | None):
-                raise ValueError(
-                    f"{where} {name} is {repr(row[name])[:80]}, but it has to be {words[kind]}, or "
-                    "None for what GRPOConfig says."
-                )
-        inside = (row.get("chat_template_kwargs") or {}).get("reasoning_effort")
-        beside = row.get("reasoning_effort")
-        if None not in (inside, beside) and inside != beside:
-            raise ValueError(
-                f"{where} reasoning_effort is {beside!r}, and chat_template_kwargs holds "
-                f"{inside!r}: give one of them."
-            )
-
 # %% ../../nbs/training/02_data.ipynb #7e7113d2
 def check_dataset(
     dataset,  # datasets.Dataset, a list of dicts, or a stream
@@ -645,7 +601,6 @@ def check_dataset(
         check_rows(dataset)
     check_columns(column_names(dataset))
     check_prompts(values_of(dataset, "prompt"))
-    check_row_settings(dataset)
     return dataset
 
 # %% ../../nbs/training/02_data.ipynb #612c3168
@@ -677,25 +632,8 @@ def unread_settings(
         f"{settings[name]} in GRPOConfig for all rows, or drop or rename the column. If a reward "
         f"function reads it, give that function an argument {name!r}."
         for name in column_names(dataset)
-        if name in settings.keys() - named - ROW_SETTINGS.keys()
+        if name in settings.keys() - named - {*ROW_SETTINGS}
     ]
-
-
-def filled_arguments(
-    dataset,  # one that `check_dataset` has seen
-) -> list[str]:  # a sentence for the first
-    "Arguments of calls that are None, which the model is not shown."
-    for number, row in enumerate(prompt_rows(dataset)):
-        for message in () if isinstance(row["prompt"], str) else row["prompt"]:
-            calls = [call.get("function") or call for call in message.get("tool_calls") or []]
-            given = [call.get("arguments") for call in calls]
-            if given != without_none(given):
-                return [
-                    f"Row {number} of the dataset has a call of a tool with None in it, as "
-                    "`datasets` fills in what other rows have. Such arguments are left out, there "
-                    "and in other rows. Where a null is meant, write the arguments as JSON text."
-                ]
-    return []
 
 
 def row_variables(

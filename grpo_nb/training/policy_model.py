@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WHERE', 'PARTS', 'PROJECTORS', 'checkpoint_layers', 'switch_checkpointing', 'recompute_layers', 'check_adapters',
-           'check_model', 'loading_arguments', 'load_named', 'for_adapters', 'names_of_parts', 'parts_to_train',
-           'with_adapter', 'within_parts', 'check_tied', 'check_trainable', 'dropouts', 'doubt_of_dropout',
-           'doubt_of_routers', 'load_policy', 'describe_trainable', 'quicken', 'name_of', 'processor_of', 'has_tower',
-           'tokenizer_of', 'frozen_dtype', 'Precision', 'KeptWeights', 'Reference']
+           'loading_arguments', 'load_named', 'for_adapters', 'names_of_parts', 'parts_to_train', 'with_adapter',
+           'within_parts', 'check_tied', 'check_trainable', 'dropouts', 'doubt_of_dropout', 'doubt_of_routers',
+           'load_policy', 'describe_trainable', 'quicken', 'name_of', 'processor_of', 'has_tower', 'tokenizer_of',
+           'frozen_dtype', 'Precision', 'KeptWeights', 'Reference']
 
 # %% ../../nbs/training/06_policy_model.ipynb #6c993677
 import copy
@@ -100,23 +100,6 @@ def check_adapters(
             f"{beside[0]} among them, and an adapter's files do not hold them: freeze them, "
             "or name their modules in modules_to_save of the peft_config"
         )
-
-
-def check_model(
-    model: Any,  # what the trainer was given
-    peft_config: Any = None,  # the same
-) -> None:  # ValueError with what to give
-    "Refuse a `model` that is not a model, and a `peft_config` that is not one of PEFT's."
-    if not isinstance(model, str) and not hasattr(model, "config"):
-        raise ValueError(
-            f"model is {model!r}, which is no model: give a causal model of transformers, "
-            "one wrapped by PEFT, or the name or folder of one"
-        )
-    if peft_config is not None and not hasattr(peft_config, "peft_type"):
-        is_dict = isinstance(peft_config, dict)
-        what = "one of PEFT's configs, such as peft.LoraConfig(r=16)"
-        what = f"peft.LoraConfig(**{peft_config!r})" if is_dict else what
-        raise ValueError(f"peft_config is {'the dict ' * is_dict}{peft_config!r}: give {what}")
 
 # %% ../../nbs/training/06_policy_model.ipynb #acda629b
 # arguments that say where a model's files are
@@ -363,7 +346,6 @@ def load_policy(
     sees: bool = False,  # the rows have pictures
 ):  # the model, its adapter added, dropout off and activations recomputed if the config says so
     "Load and check the policy that a run trains, and add its adapter."
-    check_model(model, peft_config)
     if isinstance(model, str):
         given = loading_arguments(config, quantization_config)
         folder, name = adapter_folder(model), model
@@ -389,9 +371,8 @@ def load_policy(
     for _, module, attribute, _ in dropouts(model) if config.disable_dropout else ():
         setattr(module, attribute, 0.0)
     doubts = doubt_of_dropout(model, config), doubt_of_routers(model)
-    for doubt in (*doubts, isinstance(model, PeftModel) and unmatched(model)):
-        if doubt:
-            warn(doubt)
+    for doubt in filter(None, (*doubts, isinstance(model, PeftModel) and unmatched(model))):
+        warn(doubt)
     recompute_layers(model, config)
     return model
 

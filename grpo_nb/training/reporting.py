@@ -579,12 +579,6 @@ class Log(TrainerCallback):
         "Add numbers that a script computed itself."
         (self.called or self.write)(numbers)
 
-    def holds(self, records: list[dict[str, Any]]) -> bool:
-        "Whether the file has these records, in this order; others may stand between."
-        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
-        lines = iter(text.splitlines())
-        return all(json_text(record) in lines for record in records)
-
     def rewrite(self, records: list[dict[str, Any]]) -> None:
         "Make these the whole log, in memory and in the file."
         self.history[:] = records

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'HONOURED', 'MOST_HANDED_OVER', 'Sharding', 'settings_of', 'asked_in_config', 'asked_by_launcher',
-           'sharding_of', 'check_shardable', 'check_optimizer', 'check_has_weights', 'layers_of', 'PackedViews',
-           'tensors_of', 'check_alike', 'received', 'bring', 'Around', 'frozen_integers', 'shard', 'units',
-           'WholeWeights', 'ShardedWeights', 'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
+           'sharding_of', 'check_shardable', 'check_optimizer', 'layers_of', 'PackedViews', 'tensors_of', 'check_alike',
+           'received', 'bring', 'Around', 'frozen_integers', 'shard', 'units', 'WholeWeights', 'ShardedWeights',
+           'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
 
 # %% ../../nbs/training/25_sharding.ipynb #bbd0703c
 import os
@@ -158,17 +158,6 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:  # ValueError
         )
 
 
-def check_has_weights(
-    model: torch.nn.Module,  # of a run that is not sharded
-) -> None:  # ValueError
-    "Refuse a model on torch's meta device, which no other process fills."
-    if any(p.is_meta for p in model.parameters()):
-        raise ValueError(
-            "the model has no weights (it is on torch's meta device), and the run is not sharded: "
-            "load it on a device that has memory, or set fsdp"
-        )
-
-
 def layers_of(
     model: torch.nn.Module,  # of transformers, PEFT-wrapped or not
 ) -> list[torch.nn.Module]:
@@ -220,17 +209,11 @@ def tensors_of(
 def check_alike(
     own: list[tuple[str, torch.Tensor]],  # of this process, by name
 ) -> None:  # ValueError; a collective call
-    "Refuse a first process without weights, and processes whose models differ."
+    "Refuse processes whose models differ."
     mine = [(name, str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in own]
-    told = [mine, any(t.is_meta for _, t in own)]
+    told = [mine]
     torch.distributed.broadcast_object_list(told, 0)
-    first, is_empty = told
-    if is_empty:
-        raise ValueError(
-            "the first process's model has no weights (it is on torch's meta device): load it "
-            "there with device='cpu', only the others may have device='meta'"
-        )
-    for here, there in zip_longest(mine, first, fillvalue="nothing"):
+    for here, there in zip_longest(mine, told[0], fillvalue="nothing"):
         if here != there:
             raise ValueError(
                 "the processes of a sharded run (fsdp) have to build the same model: this one has "

@@ -50,7 +50,7 @@ from grpo_nb.training.data import (
     stops_by_name,
 )
 from .hub import open_repository
-from .policy_model import check_model, describe_trainable, load_policy
+from .policy_model import describe_trainable, load_policy
 from .policy_update import own_balance_weight
 from .reporting import of_updates, plain, run_summary, say
 
@@ -431,7 +431,7 @@ class Asked(Run):
 
     def add_callback(self, callback: Any) -> None:  # a TrainerCallback, or the class of one
         "Add a callback; it is called after those that are there."
-        self.callbacks.handler.add_callback(*trainer_parts.check_callbacks([callback]))
+        self.callbacks.handler.add_callback(callback)
 
     def remove_callback(self, callback: Any) -> None:  # the object, or its class
         "Remove a callback."
@@ -530,11 +530,9 @@ class Made(Open):
         # `get_reward()` is a reward; or a dict name -> factory, chosen by the column "environment"
         environment_factory: Any = None,
     ):
-        trainer_parts.check_config(args)
-        self.config = trainer_parts.at_home(args if args is not None else GRPOConfig())
         model = str(model) if isinstance(model, Path) else model
-        check_model(model, peft_config)
-        callbacks = trainer_parts.check_callbacks([] if callbacks is None else callbacks)
+        trainer_parts.check_config(args, model)
+        self.config = trainer_parts.at_home(args if args is not None else GRPOConfig())
         self.take_tools(tools, environment_factory, rollout_func)
         self.take_launch(model)
         self.take_data(train_dataset, eval_dataset)
@@ -552,7 +550,7 @@ class Made(Open):
         self.make_optimizer(*optimizers)
         self.make_log()
         self.make_parts(self.make_sampler(rollout_func), functions)
-        self.make_reports(callbacks)
+        self.make_reports(callbacks or [])
         for sentence in self.source.doubts(self.train_dataset, self.eval_dataset):
             warn(sentence)
         with self.ends_vllm():

@@ -1080,10 +1080,6 @@ warmup_ratio: 0.1
 @pytest.mark.parametrize(
     "given, said",
     [
-        (dict(output_dir="a\0b"), "output_dir is .*holds the character NUL"),
-        (dict(output_dir="runs/" + "a" * 300), "a part of 300 bytes, .* at most 255"),
-        (dict(output_dir="\u00fc" * 128), "a part of 256 bytes"),
-        (dict(output_dir="half \ud83d"), "output_dir is 'half .*cannot be written in the encoding"),
         (dict(seed=2**40), "seed is 1099511627776, .*a whole number in \\[0, 4294967295\\]"),
         (dict(seed=-1), "seed is -1"),
         (dict(data_seed=2**70), "data_seed is 1180591620717411303424"),

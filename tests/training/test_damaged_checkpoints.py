@@ -226,7 +226,7 @@ def test_the_best_model_is_checked_before_it_is_loaded(tmp_path):
         load_weights(first.model, folder)
 
 
-def test_a_damaged_log_is_restored(tmp_path, capsys):
+def test_a_damaged_log_is_restored(tmp_path):
     first = make(tmp_path, save_strategy="steps", save_steps=3)
     first.train()
     path = tmp_path / "log.jsonl"
@@ -234,9 +234,7 @@ def test_a_damaged_log_is_restored(tmp_path, capsys):
     path.write_bytes(lines[0].encode() + b"\n{\xff\xfe")
     again = make(tmp_path)
     again.train(resume_from_checkpoint=tmp_path / "checkpoint-3")
-    assert path.read_text().splitlines()[:3] == lines[:3] and "log.jsonl was damaged" in (
-        capsys.readouterr().out
-    )
+    assert path.read_text().splitlines()[:3] == lines[:3]
     assert len(path.read_text().splitlines()) == len(lines)
     path.unlink()
     path.mkdir()

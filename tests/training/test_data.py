@@ -171,29 +171,6 @@ def test_equal_prompts_of_unlike_rows_are_not_taken_for_one():
     assert ids[0] == ids[1] != ids[2]
 
 
-@pytest.mark.parametrize("make", [list, datasets.Dataset.from_list])
-@pytest.mark.parametrize(
-    "name, value, words",
-    [
-        ("reasoning_effort", 3, "reasoning_effort is 3, but it has to be a string, or None"),
-        ("chat_template_kwargs", "low", "chat_template_kwargs is 'low', but it has to be a dict"),
-        ("chat_template_kwargs", ["low"], "chat_template_kwargs is .* it has to be a dict"),
-    ],
-)
-def test_a_row_setting_of_the_wrong_kind_is_named_with_its_row(make, name, value, words):
-    chat = [{"role": "user", "content": "1"}]
-    rows = make([{"prompt": chat, name: None}, {"prompt": chat, name: value}])
-    with pytest.raises(ValueError, match=f"Row 1 of the dataset: {words}"):
-        check_dataset(rows)
-
-
-def test_a_row_that_says_two_things():
-    row = {"prompt": "1", "chat_template_kwargs": {"reasoning_effort": "low"}}
-    assert check_dataset([{**row, "reasoning_effort": "low"}, {**row, "reasoning_effort": None}])
-    with pytest.raises(ValueError, match="Row 0 .* is 'high', and .* holds 'low': give one"):
-        check_dataset([{**row, "reasoning_effort": "high"}])
-
-
 def test_a_template_is_tried_with_every_effort_before_a_run():
     tokenizer, chat = tiny_tokenizer(), [{"role": "user", "content": "1"}]
     tokenizer.chat_template = "{{ {'low': 1, 'high': 3}[reasoning_effort] + 0 }}"
@@ -448,20 +425,6 @@ def test_a_stream_is_read_once_and_begins_again_when_it_ends():
     assert [rows[n]["prompt"] for n in (0, 3, 1, 2, 4, 5, 6, 3)] == list("03124013")
     assert read == list("0123401")  # 3, asked for again, was kept
     assert check_evaluation_data({"a": stream})["a"] == [{"prompt": str(n)} for n in range(5)]
-
-
-def test_a_stream_that_breaks_says_where():
-    class Breaks:
-        def __iter__(self):
-            yield from ({"prompt": "1"}, {"prompt": "2"})
-            raise ConnectionError("reset\n by peer")
-
-    rows, said = check_dataset(Breaks()), "ended with an error at row 2 .ConnectionError: reset by"
-    assert rows[1]["prompt"] == "2"
-    with pytest.raises(OSError, match=said):
-        rows[2]
-    with pytest.raises(OSError, match=said):
-        check_evaluation_data(Breaks())
 
 
 @pytest.mark.parametrize("name", [5, None, (1, 2)])

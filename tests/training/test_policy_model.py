@@ -15,7 +15,6 @@ from grpo_nb.training.policy_logprobs import (
     reads_a_row,
 )
 from grpo_nb.training.policy_model import (
-    check_model,
     describe_trainable,
     load_policy,
     quicken,
@@ -59,19 +58,6 @@ def test_a_folder_is_loaded_in_float32(tmp_path):
     small_model()[0].to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = load_policy(str(tmp_path), PLAIN)
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-
-
-@pytest.mark.parametrize(
-    "model, peft_config, words",
-    [
-        (None, None, "model is None, which is no model"),
-        (small_model()[0], {"r": 2}, "peft_config is the dict"),
-        (small_model()[0], 5, "peft_config is 5: give one of PEFT's configs"),
-    ],
-)
-def test_what_is_no_model_is_named(model, peft_config, words):
-    with pytest.raises(ValueError, match=words):
-        check_model(model, peft_config)
 
 
 def test_what_would_not_train_or_not_be_saved_is_refused():

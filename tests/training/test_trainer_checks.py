@@ -1,20 +1,14 @@
 "What a trainer refuses before a model is loaded, beside what the tests of the trainer ask."
 
 import pytest
-import transformers
 
 from grpo_nb import GRPOConfig
 from grpo_nb.training import trainer_parts as checks
 
 
-def test_callbacks_are_those_that_transformers_takes():
-    handler = transformers.trainer_callback.CallbackHandler([], None, None, None, None)
-    for one in (transformers.PrinterCallback, transformers.PrinterCallback()):
-        assert checks.check_callbacks((one,)) == [one]
-        handler.add_callback(one)
-    for given in (None, print, [print], [object()]):
-        with pytest.raises(ValueError, match="TrainerCallback"):
-            checks.check_callbacks(given)
+def test_what_is_no_model_is_named():
+    with pytest.raises(ValueError, match="model is None, which is no model"):
+        checks.check_config(GRPOConfig(), None)
 
 
 def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):

@@ -23,7 +23,6 @@ from grpo_nb.serving.stand_in import StandIn, serving
 from grpo_nb.training.data import (
     check_long_prompts,
     completion_as_given,
-    filled_arguments,
     prompt_token_ids,
     stops_by_name,
 )
@@ -139,10 +138,6 @@ def test_no_none_of_datasets_is_read(name):
         ids = plain(messages, tokenizer)
         assert prompt_token_ids(row["prompt"], tokenizer) == ids
         assert plain(remove_none_values(row)["prompt"], tokenizer) == ids
-    sentence = filled_arguments(table)
-    assert len(sentence) == 1 and sentence[0].startswith("Row 0 of the dataset has a call")
-    same = datasets.Dataset.from_list([{"prompt": called(city=x)} for x in ("Rome", "Oslo")])
-    assert filled_arguments(same) == filled_arguments([{"prompt": "1+1="}]) == []
 
 
 def test_a_null_that_is_meant_is_written_as_text():
