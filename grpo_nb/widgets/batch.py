@@ -7,9 +7,7 @@ __all__ = ['PROMPT_COLORS', 'prompt_grid', 'derived_text', 'draw_grid', 'mark_ti
            'batch_widget']
 
 # %% ../../nbs/widgets/03_batch.ipynb #2aa2e9a5
-import anywidget
 import numpy as np
-import traitlets
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
@@ -135,24 +133,15 @@ def batch_figure(
     return figure
 
 # %% ../../nbs/widgets/03_batch.ipynb #ae0fa745
-class BatchWidget(anywidget.AnyWidget):
+class BatchWidget(component("batch")):
     "Six sliders, a checkbox and the schedule that follows, drawn in the browser."
-
-    _esm, _css = component("batch")
-    per_device_train_batch_size = traitlets.Int(3, min=1).tag(sync=True)
-    num_generations = traitlets.Int(4, min=2).tag(sync=True)
-    gradient_accumulation_steps = traitlets.Int(4, min=1).tag(sync=True)
-    steps_per_generation = traitlets.Int(4, min=1).tag(sync=True)
-    num_iterations = traitlets.Int(1, min=1).tag(sync=True)
-    num_processes = traitlets.Int(1, min=1).tag(sync=True)
-    shuffle = traitlets.Bool(False).tag(sync=True)
 
 
 def batch_widget(
     **settings: int,  # of the seven, those that are not as in example 3 of the lesson
 ) -> BatchWidget:  # its settings follow the reader's hand, and may be set
     "Two generation cycles: squares to point at, micro-batches to play."
-    unknown = settings.keys() - BatchWidget.class_trait_names(sync=True)
+    unknown = settings.keys() - {*BatchWidget.value_names}
     if unknown:
         raise TypeError(f"batch_widget has no setting {', '.join(sorted(unknown))}.")
     return BatchWidget(**settings)

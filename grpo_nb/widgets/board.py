@@ -10,9 +10,6 @@ __all__ = ['TILES', 'ARROWS', 'CELL', 'EDGE', 'HEAD', 'tile_svg', 'board_size', 
 # %% ../../nbs/widgets/10_board.ipynb #655a251f
 from collections.abc import Callable
 
-import anywidget
-import traitlets
-
 from ..environments.game2048 import CORNER, Board, GameRecord, play, trusted
 from .figures import component
 
@@ -125,16 +122,8 @@ def example_game() -> GameRecord:
     return play(trusted(CORNER), seed=8)
 
 
-class BoardWidget(anywidget.AnyWidget):
+class BoardWidget(component("board")):
     "A game of 2048 to play, and to watch again."
-
-    _esm, _css = component("board")
-    seed = traitlets.Unicode("8").tag(sync=True)  # digits: a browser's numbers end at 2**53
-    moves = traitlets.Unicode("").tag(sync=True)
-    move = traitlets.Int(0).tag(sync=True)  # the picture that is shown
-    target = traitlets.Int(2048).tag(sync=True)
-    size = traitlets.Int(4).tag(sync=True)
-    interval_ms = traitlets.Int(150).tag(sync=True)  # between two pictures
 
 
 def board_widget(
@@ -147,12 +136,8 @@ def board_widget(
     return BoardWidget(seed=str(record.seed if record else 8), interval_ms=interval_ms, **held)
 
 # %% ../../nbs/widgets/10_board.ipynb #61c1f6b8
-class PacmanWidget(anywidget.AnyWidget):
+class PacmanWidget(component("pacman")):
     "The maze of the first lesson."
-
-    _esm, _css = component("pacman")
-    moves = traitlets.Unicode("").tag(sync=True)  # of the letters u, d, l and r
-    seed = traitlets.Int(7).tag(sync=True)  # of the ghost's dice
 
 
 def pacman_widget(
@@ -162,13 +147,8 @@ def pacman_widget(
     return PacmanWidget(**values)
 
 
-class LuckWidget(anywidget.AnyWidget):
+class LuckWidget(component("luck")):
     "Forty models that wait for their first right answer."
-
-    _esm, _css = component("luck")
-    p = traitlets.Float(0.01).tag(sync=True)  # chance of the right answer at the start
-    G = traitlets.Int(8).tag(sync=True)  # group size
-    seed = traitlets.Int(0).tag(sync=True)
 
 
 def luck_widget(

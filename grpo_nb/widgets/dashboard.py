@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import anywidget
 import traitlets
 from matplotlib.figure import Figure
 from transformers import TrainerCallback
@@ -207,20 +206,8 @@ def dashboard_html(
     return in_a_page("dashboard", values, table_html(["run", *PANELS.values()], rows) + latest)
 
 
-class DashboardWidget(anywidget.AnyWidget):
+class DashboardWidget(component("dashboard", order=traitlets.Enum(["go", "pause", "stop"], "go"))):
     "A run or several, in the browser: curves, completions, what was won and lost."
-
-    _esm, _css = component("dashboard")
-    runs = traitlets.List(traitlets.Dict()).tag(sync=True)
-    run = traitlets.Int(0, min=0).tag(sync=True)  # which is read
-    step = traitlets.Int(0, min=0).tag(sync=True)  # of which update; 0: the last
-    pair = traitlets.Int(0, min=0).tag(sync=True)  # which texts of before and after
-    compare = traitlets.Bool(True).tag(sync=True)  # whether the other runs are drawn too
-    order = traitlets.Enum(["go", "pause", "stop"], "go").tag(sync=True)  # what the buttons say
-    # of a live run: "status" and "line" in words, "steered": whether the buttons work, "hints"
-    state = traitlets.Dict().tag(sync=True)
-    # {"words", "run", "curve", "below", "done"}: where to find the first value below a bound
-    task = traitlets.Dict().tag(sync=True)
 
     def _repr_mimebundle_(self, **how):
         "The widget, and the table for pages that cannot show it."

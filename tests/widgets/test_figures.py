@@ -13,7 +13,7 @@ from node import run_module
 from grpo_nb.widgets.batch import BatchWidget
 from grpo_nb.widgets.board import BoardWidget, LuckWidget, PacmanWidget
 from grpo_nb.widgets.dashboard import DashboardWidget
-from grpo_nb.widgets.figures import component, figure_svg, interactive_figure
+from grpo_nb.widgets.figures import figure_svg, interactive_figure, joined
 from grpo_nb.widgets.masks import ChunksWidget, MasksWidget
 from grpo_nb.widgets.memory import MemoryWidget
 from grpo_nb.widgets.pull import AdvantagesWidget, ClippingWidget, TranscriptWidget
@@ -80,8 +80,6 @@ def test_the_drawing_follows_its_controls_and_shows_errors():
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_component_is_one_module_with_the_values_of_its_class(name, tmp_path):
     module = tmp_path / "module.mjs"
-    module.write_text(component(name)[0])
-    own = COMPONENTS[name].class_own_traits(sync=True)
-    assert json.loads(run_module(TELL, module)) == {
-        key: trait.default() for key, trait in own.items()
-    }
+    module.write_text(joined(name))
+    own, traits = COMPONENTS[name].value_names, COMPONENTS[name].class_traits(sync=True)
+    assert json.loads(run_module(TELL, module)) == {key: traits[key].default() for key in own}

@@ -4,7 +4,14 @@ import { game2048 } from "./games.js";
 import { button, change, clamp, frame, player, rect, slider, steering, text, thousands, within } from "./kit.js";
 
 // move: pushes before the picture that is shown, without those that moved nothing
-export const defaults = { seed: "8", moves: "", move: 0, target: 2048, size: 4, interval_ms: 150 };
+export const defaults = {
+  seed: "8", // digits: a browser's numbers end at 2**53
+  moves: "",
+  move: 0, // the picture that is shown
+  target: 2048,
+  size: 4,
+  interval_ms: 150, // between two pictures
+};
 export function legal(name, value) {
   if (name === "seed") return /^\d{1,30}$/.test(value);
   if (name === "moves") return /^[WASD]{0,20000}$/.test(value);

@@ -9,12 +9,14 @@ import { rect, slider, text, thousands, tick } from "./kit.js";
 //   before, after: shares of `of` that are right, won, lost: [{prompt, answer, before, after}]
 export const defaults = {
   runs: [],
-  run: 0,
-  step: 0,
-  pair: 0,
-  compare: true,
-  order: "go",
+  run: 0, // which is read
+  step: 0, // of which update; 0: the last
+  pair: 0, // which texts of before and after
+  compare: true, // whether the other runs are drawn too
+  order: "go", // what the buttons say
+  // of a live run: "status" and "line" in words, "steered": whether the buttons work, "hints"
   state: {},
+  // {"words", "run", "curve", "below", "done"}: where to find the first value below a bound
   task: {},
 };
 export const linked = ["run", "step", "pair", "compare"]; // the address of a page holds them

@@ -3,7 +3,11 @@
 import { groupAdvantages, range } from "./arithmetic.js";
 import { button, change, frame, line, node, slider, text, within } from "./kit.js";
 
-export const defaults = { p: 0.01, G: 8, seed: 0 };
+export const defaults = {
+  p: 0.01, // chance of the right answer at the start
+  G: 8, // group size
+  seed: 0,
+};
 export const legal = (name, value) =>
   name === "p" ? value >= 1e-6 && value <= 0.5 : within(value, name === "G" ? [2, 32] : [0, 9999]);
 

@@ -33,7 +33,7 @@ export const defaults = {
   share_prompt: false,
   reference: false,
   sampler: "engine",
-  moment: "",
+  moment: "", // that is shown; "": the fullest
 };
 
 // what the list says -> [format of a gpt-oss, of other models, NF4's scales quantised too]

@@ -3,7 +3,10 @@
 import { MAZE, STEPS, pacmanGame } from "./games.js";
 import { button, change, clamp, frame, node, plural, rect, signed, steering } from "./kit.js";
 
-export const defaults = { moves: "", seed: 7 };
+export const defaults = {
+  moves: "", // of the letters u, d, l and r
+  seed: 7, // of the ghost's dice
+};
 export const legal = (name, value) =>
   name === "seed" ? value >= 0 && value < 2 ** 32 && value % 1 === 0 : /^[udlr]{0,500}$/.test(value);
 

@@ -34,9 +34,9 @@ export const defaults = {
   text: SUMS.examples.talkative,
   row: SUMS.row,
   weights: [1, 1, 1, 1],
-  judged: [],
+  judged: [], // of each completion, as `said_of` in Python makes it
   problem: "",
-  live: false,
+  live: false, // whether Python judges
 };
 export const linked = ["task", "text", "row", "weights"];
 export const legal = (name, value) => name !== "weights" || value.every(Number.isFinite);
