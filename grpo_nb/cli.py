@@ -47,53 +47,31 @@ def _tell(
     "Print a text at once, with every character of it visible."
     print(visible(text), file=file, flush=True)
 
-# %% ../nbs/91_cli.ipynb #38ce2374
+# %% ../nbs/91_cli.ipynb #11f9cdd2
 def _integer(
     least: int,  # smallest value accepted
     most: int,  # largest value accepted
-    why: str,  # the reason for the limits, for the message
 ):  # a function from the typed text to the number, as argparse expects it
     "An argparse type for whole numbers from `least` to `most`."
 
     def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{value} is out of range: {why}")
-        return value
+        with suppress(ValueError):
+            if least <= int(text) <= most:
+                return int(text)
+        span = f"from {least} on" if most == 2**40 else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number {span}")
 
     return parse
 
-# %% ../nbs/91_cli.ipynb #192e39f9
+# %% ../nbs/91_cli.ipynb #6659693b
 _marker = "demo.json"
-_kinds = {"seed": int, "steps": int, "save_steps": int, "model": str}  # what it holds
+_kept = ("seed", "steps", "save_steps", "model")  # what it holds
 
 
-def _read_run(
-    path: Path,  # the marker file of a run
-    seed: int | None,  # as given on the command line
-) -> dict:  # {"seed", "steps", "save_steps", "model"}; ValueError if damaged and no seed is given
-    "The settings that a run was started with."
-    with suppress(ValueError, AttributeError):
-        held = json.loads(path.read_text(encoding="utf-8"))
-        run = {name: held.get(name) for name in _kinds}
-        kinds_fit = all(type(run[name]) in (kind, type(None)) for name, kind in _kinds.items())
-        if run["seed"] is not None and kinds_fit:
-            return run
-    if seed is None:
-        raise ValueError(
-            f"{path} is damaged, so the seed of the run is not known: give it with --seed (and "
-            "--steps, if it was given), or leave --resume out to move the run aside and start anew"
-        )
-    return dict.fromkeys(_kinds) | {"seed": seed}
-
-# %% ../nbs/91_cli.ipynb #bbdd2c83
 def _prepare(
     out: Path,  # absolute
     resume: bool,  # go on with the run that is in `out`
-    given: dict,  # "seed" and the rest of `_kinds` of the command line, None where left out
+    given: dict,  # what `_kept` names of the command line, None where left out
     one_run: OneRun,  # that `out` is held by
 ) -> dict:  # the same for the run; ValueError if `out` cannot be used
     "Write the marker file of a run; an earlier run is moved aside."
@@ -107,8 +85,9 @@ def _prepare(
             )
         if resume and not ours:
             raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
-        run = dict.fromkeys(_kinds) | {"seed": 0}
-        run = _read_run(out / _marker, given["seed"]) if resume else run
+        run = dict.fromkeys(_kept) | {"seed": 0}
+        if resume:
+            run |= json.loads((out / _marker).read_text(encoding="utf-8"))
         for name in ("seed", "model") if resume else ():
             if given[name] not in (None, run[name]):
                 raise ValueError(
@@ -124,6 +103,11 @@ def _prepare(
             one_run.folder = out
             one_run.take()
         write_json(out / _marker, run, indent=None)
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        raise ValueError(
+            f"{out / _marker} is damaged, so the seed of the run is not known: leave --resume out "
+            "to move the run aside and start anew"
+        ) from None
     except OSError as error:
         raise ValueError(
             f"--out {out} cannot be written: {error.strerror or error}; name another folder"
@@ -159,7 +143,7 @@ def demo(
 ) -> int:
     """Train a tiny gpt-oss, made on the spot, to do sums with GRPO. Needs no GPU, no network and no
     other files."""
-    given = {name: getattr(args, name) for name in _kinds}
+    given = {name: getattr(args, name) for name in _kept}
     out = args.out.absolute()
     one_run = OneRun(out)
 
@@ -858,7 +842,7 @@ def doctor(
 # %% ../nbs/91_cli.ipynb #bbec0fad
 def _add_flags(
     parser: argparse.ArgumentParser,
-    # a flag a line: its name and what it takes, numbers allowed and why, its help; what is further
+    # a flag a line: its name and what it takes, numbers allowed, its help; what is further
     # in belongs to the line before
     table: str,
     **more: dict,  # a flag's name -> what else argparse is to know of it
@@ -870,8 +854,8 @@ def _add_flags(
         name, _, metavar = takes.partition(" ")
         how = {"help": about, **more.get(name.lstrip("-").replace("-", "_"), {})}
         if bounds:
-            (least, most), why = bounds.split(": ")[0].split(".."), bounds.partition(": ")[2]
-            how["type"] = _integer(int(least), int(most or 2**40), why)
+            least, most = bounds.split("..")
+            how["type"] = _integer(int(least), int(most or 2**40))
         if metavar:
             how["metavar"] = metavar
             how |= {"type": Path} if metavar in ("FILE", "FOLDER", "RUN_DIR") else {}
@@ -885,34 +869,27 @@ _PLAN = f"""
 model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml
     (default: gpt-oss-20b)
 --card CARD | | {", ".join(CARDS)} (default: the recipe's, or T4)
---cards N | 1..: at least one card trains | so many of them, each with the whole model and a share
-    of the batch (default: 1)
+--cards N | 1.. | so many of them, each with the whole model and a share of the batch (default: 1)
 --fsdp | | they share the weights out too: each holds a part, and gathers a layer to compute it
---samplers K | 0..: cards are counted from 0 | so many more that only draw, each with a vLLM server
+--samplers K | 0.. | so many more that only draw, each with a vLLM server
     (default: 0)
 --memory SIZE | | so much instead of the card's own: 16GB, or 15, which is in GiB
 --format | | of the weights (default: mxfp4 for gpt-oss, else bf16; fp32 if all train)
 --double-quant | | quantise the scales of nf4 too: 4.13 bits instead of 4.5
---context N | 2..: a prompt and its completion have at least 2 tokens | tokens of a prompt and its
-    completion (default: 16384)
---prompt N | 0..: tokens are counted from 0 | tokens of these that are the prompt (default: 512)
---pictures N | 0..: tokens are counted from 0 | tokens of these that are pictures (default: 0)
---completions N | 2..: a group of one has nothing to be compared with | of a prompt (default: 8)
---prompts N | 1..: a rollout has at least one prompt | of a rollout, for all cards (default: 1 for
-    each card)
---batch N | 1..: at least one sequence is trained at a time | sequences trained at a time
-    (default: 1)
+--context N | 2.. | tokens of a prompt and its completion (default: 16384)
+--prompt N | 0.. | tokens of these that are the prompt (default: 512)
+--pictures N | 0.. | tokens of these that are pictures (default: 0)
+--completions N | 2.. | of a prompt (default: 8)
+--prompts N | 1.. | of a rollout, for all cards (default: 1 for each card)
+--batch N | 1.. | sequences trained at a time (default: 1)
 --share-prompt | | a group's prompt is computed once in training
---lora-r R | 0..: a rank is 0 (no adapters) or more | rank of the adapters, 0: all weights train
-    (default: 32)
+--lora-r R | 0.. | rank of the adapters, 0: all weights train (default: 32)
 --lora-targets | | what has adapters (default: attention for gpt-oss, else all)
 --optimizer | | (default: adamw)
---tile N | 0..: a slice has at least one token, or 0 for no slices | tokens that experts or MLP
-    work on at a time, 0: all (default: the most that fit, as in training)
---mini-batch N | 1..: pieces are counted from 1 | pieces that the batch is split into for the
-    log-probs (default: 1)
---logit-chunk-multiplier N | 1..: chunks are counted from 1 | chunks of each piece (default: of
-    1,024 rows at most)
+--tile N | 0.. | tokens that experts or MLP work on at a time, 0: all (default: the most that
+    fit, as in training)
+--mini-batch N | 1.. | pieces that the batch is split into for the log-probs (default: 1)
+--logit-chunk-multiplier N | 1.. | chunks of each piece (default: of 1,024 rows at most)
 --no-checkpointing | | keep everything for the backward pass
 --offload WHAT | | what waits in host memory: {", ".join(_OFFLOADS)}
 --attention | | the kernel (default: what suits model and card)
@@ -961,13 +938,12 @@ _TRAIN_USAGE = dict(
 _SERVE = """
 model MODEL | | tiny, or a name, folder or module:function
 --host HOST | | (default: 127.0.0.1, this machine alone)
---port N | 0..65535: ports go from 1 to 65535, and 0 is any that is free | (default: 8000; 0: one
-    that is free)
+--port N | 0..65535 | (default: 8000; 0: one that is free)
 --api-key TOKEN | | that every request has to bring; others see a command line, and not the
     environment: GRPO_NB_API_KEY says it too
 --lora-dir FOLDER | | adapters are loaded from below it; the run's output_dir (default: none are)
---max-loras N | 1..10000: at least 1 | adapters held (default: 4)
---max-lora-rank R | 1..10000: at least 1 | of an adapter (default: 64)
+--max-loras N | 1..10000 | adapters held (default: 4)
+--max-lora-rank R | 1..10000 | of an adapter (default: 64)
 --logprobs-mode | | after temperature and cuts, or before, as vLLM's default (default: processed)
 --served-model-name NAME | | in requests (default: MODEL)
 """
@@ -991,14 +967,12 @@ class _Parser(argparse.ArgumentParser):
 # %% ../nbs/91_cli.ipynb #d88db687
 _DEMO = """
 --model MODEL | | a folder or a name: train an adapter for it, on sums (default: a tiny gpt-oss)
---steps N | 1..1000000: a run has at least 1 step and at most a million | training steps (default:
-    the length of the lesson; 20 with --model)
---seed N | 0..4294967295: seeds go from 0 to 4294967295 | of the model, the tasks and the sampling
-    (default: 0)
+--steps N | 1..1000000 | training steps (default: the length of the lesson; 20 with --model)
+--seed N | 0..4294967295 | of the model, the tasks and the sampling (default: 0)
 --out FOLDER | | where the run is kept (default: runs/demo)
 --resume | | go on with the run in --out, from its newest checkpoint that is whole
---save-steps N | 1..1000000: a checkpoint is written after 1 step at the least | steps from one
-    checkpoint to the next (default: 50, and one at the end)
+--save-steps N | 1..1000000 | steps from one checkpoint to the next (default: 50, and one at the
+    end)
 --quiet | | no progress bar and no results on the screen
 """
 _DEMO_KNOWS = dict(out=dict(default=Path("runs/demo")))

@@ -215,12 +215,7 @@ def check_adapter(
             "the model has no adapter that the saved one could stand in for: call "
             "FastLanguageModel.get_peft_model first, with the rank and targets of the saved one"
         )
-    try:
-        theirs = PeftConfig.from_pretrained(str(folder))
-    except ValueError as error:
-        raise ValueError(
-            f"{folder} holds no adapter: give the folder that save_lora wrote"
-        ) from error
+    theirs = PeftConfig.from_pretrained(str(folder))
     for name in ("r", "lora_alpha", "use_rslora"):
         saved, present = (getattr(one, name) for one in (theirs, model.active_peft_config))
         if saved != present:
@@ -388,14 +383,7 @@ def push_to_hub_merged(
     from huggingface_hub import HfApi
 
     api = HfApi(token=token or None)
-    try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
-    except Exception as error:
-        raise ValueError(
-            f"the hub made no repository {repo_id!r} ({type(error).__name__}: "
-            f"{str(error).strip().splitlines()[0]}): log in by `hf auth login`, or give a token "
-            "that may write. Nothing was merged"
-        ) from error
+    api.create_repo(repo_id, private=private, exist_ok=True)  # before minutes of merging
     with TemporaryDirectory() as here:
         folder = Path(here) / "model"
         save_pretrained_merged(model, folder, tokenizer, save_method, **others)

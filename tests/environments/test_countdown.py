@@ -20,7 +20,6 @@ from grpo_nb.environments.arithmetic import (
     countdown_problems,
     countdown_prompt,
     read_expression,
-    tokens,
 )
 
 NUMBERS, TARGET = [3, 5, 7, 20], 24
@@ -319,10 +318,10 @@ def test_the_nearer_the_better():
     assert scores[0] == 1 and 0.5 > scores[2] > scores[1] > scores[3] > scores[4] == -1
 
 
-def test_tokens():
-    assert tokens("(20−5)÷3") == ["(", "20", "-", "5", ")", "/", "3"] and tokens("") == []
+def test_other_signs_and_long_texts():
+    assert read_expression("(20−5)÷3") == (5, [20, 5, 3])
     with pytest.raises(NotAnExpression, match="201 characters"):
-        tokens("1" * 201)
+        read_expression("1" * 201)
 
 
 @pytest.mark.parametrize(

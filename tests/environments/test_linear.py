@@ -298,7 +298,6 @@ TEXTS |= {f"program {piece!r}": ("```python\nx", piece, "\n```\n") for piece in 
 TEXTS["thoughts that never end"] = ("<think>\n", "\n</think>\n<answer>\n", "?")
 FITTING = {  # reader -> a text that it takes, where it refuses any other at once
     "procedural.from_json": "[1, 2]",
-    "arithmetic.tokens": "20 - 5",
     "arithmetic.read_expression": "20 - 5",
     "turns.format 0": "<|channel|>final<|message|>4",
     "turns.call 1": "[1]",
