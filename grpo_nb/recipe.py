@@ -468,7 +468,7 @@ FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"
 
 
 def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
-    "Refuse files and short names that do not exist, before seconds of imports."
+    "Refuse rows that are not there, before seconds of imports."
     if (rows := Path(recipe.data.dataset_name)).suffix in FILES:
         said = f"dataset_name={recipe.data.dataset_name!r} has no rows"
         if not rows.is_file():
@@ -476,13 +476,6 @@ def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
         if not rows.stat().st_size:
             one = '{"prompt": "2+3=", "answer": 5}'
             raise ValueError(f"{said}, the file is empty: write one a line, such as {one}")
-    for name in listed(recipe.data.reward_funcs):
-        _, place, _ = place_of(name, "reward_funcs")
-        if place.endswith(".py") and not Path(place).is_file():
-            raise ValueError(
-                f"reward_funcs names {name!r}, and {place} cannot be read: there is no such file "
-                f"in {os.getcwd()}"
-            )
 
 
 def check_there(

@@ -672,17 +672,16 @@ def check_limits(
     settings: dict[str, Any],  # arguments of `isolated`
 ) -> None:
     "ValueError for limits that cannot be kept."
-    for what in ("timeout_s", "each_timeout_s", "start_timeout_s"):
-        if (value := settings[what]) is not None and not 0 < value < math.inf:
-            raise ValueError(f"{what} is {value!r}; give a positive number of seconds")
-    each, whole, workers = (settings[n] for n in ("each_timeout_s", "timeout_s", "workers"))
+    least = {"timeout_s": 1e-3, "each_timeout_s": 1e-3, "start_timeout_s": 1e-3, "workers": 1}
+    for name, smallest in least.items():
+        if (value := settings[name]) is not None and not smallest <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; give a number from {smallest:g} on")
+    each, whole = settings["each_timeout_s"], settings["timeout_s"]
     if each is not None and each > whole:
         raise ValueError(
             f"each_timeout_s is {each:g} and timeout_s, the limit of the whole call, is "
             f"{whole:g}: give each less than all"
         )
-    if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
-        raise ValueError(f"workers is {workers!r}; give a whole number, 1 or more")
 
 
 def isolated(

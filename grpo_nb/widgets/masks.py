@@ -55,21 +55,6 @@ def key_range(
     return str(keys[0]) if len(keys) == 1 else f"{keys[0]}–{keys[-1]}"
 
 
-def _check_widget(lengths, step, window):
-    "Refuse what has no picture."
-    if not all(1 <= n <= len(PROMPT) for n in lengths):
-        raise ValueError(
-            f"The prompts have {' and '.join(map(str, lengths))} tokens, and this picture "
-            f"draws 1 to {len(PROMPT)}."
-        )
-    if not 0 <= step <= len(ANSWER):
-        raise ValueError(
-            f"step is {step}, and this picture draws 0 (prefill) to {len(ANSWER)} (decode)."
-        )
-    if window < 0:
-        raise ValueError(f"window is {window}, and it counts keys: 1 or more, or 0 for no window.")
-
-
 def _fill_cells(panel, allowed, right, first):
     "A square for each key that is read or should be: rows of this step strong, earlier ones pale."
     size = len(allowed)
@@ -122,7 +107,6 @@ def masks_figure(
 ) -> Figure:  # a row for each sequence: the right mask, the naive one
     "The masks of a batch of two at one step, and what the newest query reads."
     lengths = (prompt_a, prompt_b)
-    _check_widget(lengths, step, window)
     longest, width = max(lengths), window or None
     size = longest + step  # keys so far
     first = longest + step - 1 if step else 0  # first query of this step

@@ -74,7 +74,3 @@ def test_what_has_no_picture_is_refused():
     assert masks_widget(step=6).step == 6
     with pytest.raises(TraitError):
         masks_widget(step=9)
-    with pytest.raises(ValueError, match="step is 9"):
-        masks_figure(step=9)
-    with pytest.raises(ValueError, match="0 and 5 tokens"):
-        masks_figure(prompt_a=0)
