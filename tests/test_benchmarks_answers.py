@@ -64,6 +64,19 @@ def test_a_bootstrap_is_as_wide_as_the_standard_error_says():
     assert (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
 
 
+def test_an_interval_over_problems_and_seeds_has_the_spread_of_both():
+    from answers import interval
+
+    rng, before = random.Random(2), "w" * 400
+    one = "".join(rng.choices("rw", [1, 3], k=400))
+    mean, low, high = interval([one], before)  # problems alone: the binomial's
+    share = one.count("r") / 400
+    error = 100 * math.sqrt(share * (1 - share) / 400)
+    assert mean == 100 * share and (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
+    found = interval(["r" * 400, before, before], before)  # seeds alone: 0 with 8/27, 100 with 1/27
+    assert found == (pytest.approx(100 / 3), 0, 100)
+
+
 def test_words_of_doubt_are_those_of_the_lesson():
     from answers import DOUBT, doubts
 

@@ -138,6 +138,24 @@ def test_the_tables_are_those_of_the_logs(kind, scripts):
         assert row_of(NEXT, lesson) == [shares, said("w" * len(best), " %")]
 
 
+def test_other_pages_say_the_same_gains(scripts):
+    from answers import interval
+
+    best = stored("prompts")["teacher"]["marks"]
+
+    def gain(kind, count=3):
+        return interval([stored(f"{kind}_{i}")["after"]["marks"] for i in range(count)], best)
+
+    _, low, high = gain("right", 4)
+    tutorial = (ROOT / "nbs/tutorials/03_gsm8k.ipynb").read_text()
+    recipe = re.sub(r"\s*# ", " ", (ROOT / "recipes/qwen_coder_gsm8k.yaml").read_text())
+    for page in (tutorial, recipe, (ROOT / "README.md").read_text()):
+        assert f"interval {low:.1f} to {high:.1f}, over problems" in page
+    for kind, words in {"random": "loses", "box": "loses", "supervised": "costs"}.items():
+        mean, low, high = gain(kind)
+        assert re.search(f"{words} {-mean:.1f} (points )?\\({-high:.1f} to {-low:.1f}\\)", tutorial)
+
+
 def test_numbers_changed_and_a_vote_are_those_of_the_logs(scripts):
     from answers import bootstrap, interval, majority_at
 
