@@ -177,8 +177,6 @@ def compile_together(
     `work` of another call its launches are noted there."""
     import triton
 
-    if not hasattr(triton, "AsyncCompileMode"):  # before Triton 3.4
-        return 0
     if _inside.noting:
         work()
         return 0

@@ -241,12 +241,6 @@ def expert_weights(
 ) -> ExpertWeights:  # views of the module's parameters; read it anew after adapters were switched
     "The weights and the active adapters of a layer's experts."
     wrappers, base = _wrappers_and_base(module)
-    missing = [name for name in NAMES if not hasattr(base, name)]
-    if missing:
-        raise ValueError(
-            f"{type(base).__name__} has no {', '.join(missing)}: give the experts of a "
-            "gpt-oss layer (model.model.layers[0].mlp.experts)"
-        )
     loras = {wrapper.parameter_name: low_rank_adapters(wrapper) for wrapper in wrappers}
     for name, adapters in loras.items():
         if adapters:
@@ -272,11 +266,6 @@ def routed_forward(
     down_lora: tuple[LowRank, ...] = (),
 ) -> torch.Tensor:  # (T, H)
     "What transformers calls where the implementation of experts is 'routed' or 'routed_lean'."
-    if getattr(module, "_is_expert_parallel", False):
-        raise ValueError(
-            "these experts are spread over several devices (expert parallel), which the "
-            "routed implementation cannot do: use 'grouped_mm'"
-        )
     experts = replace(expert_weights(module), gate_up_lora=gate_up_lora, down_lora=down_lora)
     options = IMPLEMENTATIONS[module.config._experts_implementation]
     if "slice_tokens" in options:

@@ -503,31 +503,18 @@ def _share_gradient(t, pairs, of_biases, sums):
     return (sums[pairs.place] + of_biases.gather(1, pairs.ids[pairs.place])).to(t.weights.dtype)
 
 
-def _down_gradients(t, pairs, needs, act, g, share):
-    "Gradients of `down`, its bias and its adapter; `act` is the activation times its share."
+def _matrix_gradients(t, name, pairs, needs, x, g, share=None):
+    """Gradients of `gate_up` or `down`, its bias and its adapter, from rows that it multiplies and
+    the gradients of its results; `share`: how much each row counts, where `x` has it already."""
+    weight, bias, a, b = (f"{name}{end}" for end in ("", "_bias", "_a", "_b"))
     grads = {}
-    if needs.down:
-        grads["down"] = expert_outer(pairs, act, g).to(t.down.dtype)
-    if needs.down_bias:
-        grads["down_bias"] = expert_sums(pairs, g * share[:, None]).to(t.down_bias.dtype)
-    if needs.down_a or needs.down_b:
-        grads["down_a"], grads["down_b"] = _factor_gradients(pairs, act, g, t.down_a, t.down_b)
-    return grads
-
-
-def _gate_up_gradients(t, pairs, needs, dz):
-    "Gradients of `gate_up`, its bias and its adapter; dz (P, 2I)."
-    grads = {}
-    if needs.gate_up_bias:
-        grads["gate_up_bias"] = expert_sums(pairs, dz).to(t.gate_up_bias.dtype)
-    if needs.gate_up or needs.gate_up_a or needs.gate_up_b:
-        x = t.hidden.to(dz.dtype).index_select(0, pairs.tokens)
-    if needs.gate_up:
-        grads["gate_up"] = expert_outer(pairs, x, dz).to(t.gate_up.dtype)
-    if needs.gate_up_a or needs.gate_up_b:
-        grads["gate_up_a"], grads["gate_up_b"] = _factor_gradients(
-            pairs, x, dz, t.gate_up_a, t.gate_up_b
-        )
+    if getattr(needs, weight):
+        grads[weight] = expert_outer(pairs, x, g).to(getattr(t, weight).dtype)
+    if getattr(needs, bias):
+        rows = g if share is None else g * share[:, None]
+        grads[bias] = expert_sums(pairs, rows).to(getattr(t, bias).dtype)
+    if getattr(needs, a) or getattr(needs, b):
+        grads[a], grads[b] = _factor_gradients(pairs, x, g, getattr(t, a), getattr(t, b))
     return grads
 
 
@@ -569,6 +556,7 @@ class GroupedExperts(torch.autograd.Function):
         _, activate_backward, combine = _row_operations(t.hidden.device)
         kept = None if ctx.z_overwritten else z
         ctx.z_overwritten = True  # another backward pass computes it again
+        of_inputs = needs.gate_up or needs.gate_up_a or needs.gate_up_b
         # the gradient of a matrix is as large for some rows as for all
         one = not options.recompute or needs.gate_up or needs.down
         wide, grads, sums, d_hidden = at_least_float32(options.dtype), {}, [], None
@@ -589,7 +577,7 @@ class GroupedExperts(torch.autograd.Function):
                     z, part.ids, t.gate_up_bias, act, share, options.alpha, options.limit, z.data
                 )  # (rows, 2I) in the memory of z; (rows,)
                 sums.append(total)
-                _add_gradients(grads, _down_gradients(t, part, needs, act, g, share))
+                _add_gradients(grads, _matrix_gradients(t, "down", part, needs, act, g, share))
                 del g, act
                 if needs.hidden:
                     rows = _adapted_products_backward(
@@ -597,8 +585,9 @@ class GroupedExperts(torch.autograd.Function):
                     )  # (rows, H)
                     d_hidden = combine(rows, pairs.place, first=part.first, out=d_hidden)  # (T, H)
                     del rows
-                _add_gradients(grads, _gate_up_gradients(t, part, needs, dz))
-                del z, dz
+                x = t.hidden.to(dz.dtype).index_select(0, part.tokens) if of_inputs else None
+                _add_gradients(grads, _matrix_gradients(t, "gate_up", part, needs, x, dz))
+                del x, z, dz
             if needs.weights:
                 grads["weights"] = _share_gradient(t, pairs, of_biases, torch.cat(sums))
             if needs.hidden:
@@ -653,28 +642,17 @@ def _zero_gradients(t, needs, wide):
     return grads
 
 
-def _add_gate_up_gradients(grads, e, x, dz, a, b):
-    "Add the gradients of one expert's `gate_up`: matrix, bias and adapter."
-    if "gate_up" in grads:
-        grads["gate_up"][e] += x.T @ dz
-    if "gate_up_bias" in grads:
-        grads["gate_up_bias"][e] += dz.sum(0, dtype=at_least_float32(dz.dtype))
-    if "gate_up_a" in grads:
-        grads["gate_up_a"][e] += x.T @ (dz @ b.T)
-    if "gate_up_b" in grads:
-        grads["gate_up_b"][e] += (x @ a).T @ dz
-
-
-def _add_down_gradients(grads, e, act, g, share, a, b):
-    "Add the gradients of one expert's `down`; `act` is the activation times its share."
-    if "down" in grads:
-        grads["down"][e] += act.T @ g
-    if "down_bias" in grads:
-        grads["down_bias"][e] += (g * share[:, None]).sum(0, dtype=at_least_float32(g.dtype))
-    if "down_a" in grads:
-        grads["down_a"][e] += act.T @ (g @ b.T)
-    if "down_b" in grads:
-        grads["down_b"][e] += (act @ a).T @ g
+def _add_expert_gradients(grads, name, e, x, g, of_bias, a, b):
+    """Add the gradients of one expert's `gate_up` or `down`: matrix, bias (the sum of the rows
+    `of_bias`) and adapter, from rows that it multiplies and the gradients of its results."""
+    if name in grads:
+        grads[name][e] += x.T @ g
+    if f"{name}_bias" in grads:
+        grads[f"{name}_bias"][e] += of_bias.sum(0, dtype=at_least_float32(of_bias.dtype))
+    if f"{name}_a" in grads:
+        grads[f"{name}_a"][e] += x.T @ (g @ b.T)
+    if f"{name}_b" in grads:
+        grads[f"{name}_b"][e] += (x @ a).T @ g
 
 # %% ../../nbs/model/11_experts_grouped.ipynb #7731870e
 class ExpertByExpert(torch.autograd.Function):
@@ -736,8 +714,9 @@ class ExpertByExpert(torch.autograd.Function):
                         d_x = _adapted_product(dz, *_transposed(*gate_up))
                         grads["hidden"].index_add_(0, tokens, d_x.to(wide))
                         del d_x
-                    _add_gate_up_gradients(grads, e, x, dz, *gate_up[1:])
-                    _add_down_gradients(grads, e, act, g, shares, *down[1:])
+                    _add_expert_gradients(grads, "gate_up", e, x, dz, dz, *gate_up[1:])
+                    counted = g * shares[:, None] if needs.down_bias else None
+                    _add_expert_gradients(grads, "down", e, act, g, counted, *down[1:])
                 del gate_up, down
         ctx.z_overwritten = True  # another backward pass computes it again
         if needs.hidden:

@@ -568,8 +568,6 @@ def slice_mlps(
     tokens: int | None = 4096,  # at a time; None: all at once again
 ) -> int:  # how many MLPs; a ValueError if there is none
     "Make a dense model's MLPs work on slices of the tokens, each computed again in backward."
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens is {tokens}: give at least 1, or None for all at once")
     found = dense_mlps(model)
     if not found:
         raise ValueError(
@@ -625,8 +623,6 @@ def slice_layers(
         )
     if not experts:
         return slice_mlps(model, tokens)
-    if tokens is not None and tokens < 1:
-        raise ValueError(f"tokens is {tokens}: give at least 1, or None for the default")
     for module in experts.values():
         vars(module).pop("slice_tokens", None)
         if tokens is not None:

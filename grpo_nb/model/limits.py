@@ -108,42 +108,6 @@ def prefers_cudnn(
     return capability >= CUDNN_CAPABILITY and length >= SHORTEST_CUDNN and window is None
 
 # %% ../../nbs/model/04_limits.ipynb #d1767dd3
-def _on_a_cpu(device, scores):
-    "(kernel for a CPU, the reason)."
-    if scores <= SMALL_SCORES:
-        return "eager", "on a CPU, while the scores are few, the formula is fast enough"
-    return "sdpa", (
-        f"the scores would be many, and kernels in Triton need a GPU (this is {device})"
-    )
-
-
-def _without_triton(dtype, head_size, triton):
-    "Why our kernels cannot run on a card that could run them; None: they can."
-    if not triton:
-        return "attention's kernels are in Triton, which is not installed"
-    if dtype == "float32":
-        return "attention's kernels multiply 16 bits, and this is float32"
-    if head_size > LARGEST_HEAD:
-        return f"heads are {head_size} wide, and attention's kernels take up to {LARGEST_HEAD}"
-    return None
-
-
-def _on_a_card(device, capability, dtype, keys, window, head_size, triton, cudnn):
-    "(kernel for attention with sinks on a GPU, the reason)."
-    if dtype == "float64":
-        return "eager", "float64 is for checking, and fast kernels do not know it"
-    if is_old(capability):
-        major, minor = capability
-        return "sdpa_lean", (
-            f"{device} has compute capability {major}.{minor}, and kernels in Triton need 8.0"
-        )
-    if why := _without_triton(dtype, head_size, triton):
-        return "sdpa", why
-    if cudnn and prefers_cudnn(capability, keys, window):
-        return "flash", f"long full layers are what cuDNN does best on {device}"
-    return "triton", f"{device} runs kernels in Triton, with the sink in their softmax"
-
-
 def choose_kernel(
     asked: str = "auto",  # "auto", one of KERNELS, or an attn_implementation of transformers
     *,
@@ -161,15 +125,33 @@ def choose_kernel(
     device: str = "this device",  # its name, for the reason
 ) -> tuple[str, str]:  # one of KERNELS, and why
     "Choose the kernel for a layer's attention; a requested name is kept."
-    kernel, why = asked_kernel(asked), f"{asked!r} was asked for"
-    if kernel == "auto" and not sinks:
+    kernel = asked_kernel(asked)
+    if kernel != "auto":
+        why = f"{asked!r} was asked for"
+    elif not sinks:
         kernel, why = "sdpa", "PyTorch's own attention needs no sink"
-    elif kernel == "auto" and capability is None:
-        kernel, why = _on_a_cpu(device, scores)
-    elif kernel == "auto":
-        kernel, why = _on_a_card(
-            device, capability, dtype, keys or queries, window, head_size, triton, cudnn
-        )
+    elif capability is None and scores <= SMALL_SCORES:
+        kernel, why = "eager", "on a CPU, while the scores are few, the formula is fast enough"
+    elif capability is None:
+        why = f"the scores would be many, and kernels in Triton need a GPU (this is {device})"
+        kernel = "sdpa"
+    elif dtype == "float64":
+        kernel, why = "eager", "float64 is for checking, and fast kernels do not know it"
+    elif is_old(capability):
+        version = ".".join(map(str, capability))
+        why = f"{device} has compute capability {version}, and kernels in Triton need 8.0"
+        kernel = "sdpa_lean"
+    elif not triton:
+        kernel, why = "sdpa", "attention's kernels are in Triton, which is not installed"
+    elif dtype == "float32":
+        kernel, why = "sdpa", "attention's kernels multiply 16 bits, and this is float32"
+    elif head_size > LARGEST_HEAD:
+        why = f"heads are {head_size} wide, and attention's kernels take up to {LARGEST_HEAD}"
+        kernel = "sdpa"
+    elif cudnn and prefers_cudnn(capability, keys or queries, window):
+        kernel, why = "flash", f"long full layers are what cuDNN does best on {device}"
+    else:
+        kernel, why = "triton", f"{device} runs kernels in Triton, with the sink in their softmax"
     return ("sink_heads" if kernel == "sdpa_lean" and by_heads else kernel), why
 
 # %% ../../nbs/model/04_limits.ipynb #4ad2d745

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CODE_RMS', 'PARTS', 'OVERFLOWING', 'LEFT_ALONE', 'WORKING_MEMORY', 'fill', 'random_parameters', 'memory_by_part',
            'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'stays_on_cpu', 'check_one_adapter',
-           'check_options', 'check_length', 'is_float8', 'check_one_format', 'Layout', 'check_room', 'empty_parameters',
-           'read_weights', 'finish', 'select_experts', 'load_model']
+           'check_options', 'check_length', 'is_float8', 'check_one_format', 'Layout', 'check_room', 'no_file_bars',
+           'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
 
 # %% ../../nbs/model/25_loading.ipynb #0dc36676
 import copy
@@ -18,6 +18,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -499,18 +500,16 @@ WORKING_MEMORY = 2**28  # bytes on the device beside the finished tensors, while
 
 def _advice(layout, device, size):
     "Settings and actions that could make a model of `size` bytes fit on the device."
-    cuda, options = device.type == "cuda", []
+    cuda, options, ways = device.type == "cuda", [], []
     if not layout.load_in_4bit:
-        packed = forms(layout.model, layout.dtype, load_in_4bit=True)
+        ways.append("load_in_4bit")
+        if not (layout.load_in_fp8 or getattr(layout.config, "quantization_config", None)):
+            ways.append("load_in_fp8")
+    for way in ways:
+        packed = forms(layout.model, layout.dtype, **{way: True})
         smaller = layout.nbytes(packed)[device] + WORKING_MEMORY
         if smaller < size:
-            options.append(f"load_in_4bit=True needs {_size(smaller)}")
-    quantised = getattr(layout.config, "quantization_config", None)
-    if not (layout.load_in_4bit or layout.load_in_fp8 or quantised):
-        eight = forms(layout.model, layout.dtype, load_in_fp8=True)
-        smaller = layout.nbytes(eight)[device] + WORKING_MEMORY
-        if smaller < size:
-            options.append(f"load_in_fp8=True needs {_size(smaller)}")
+            options.append(f"{way}=True needs {_size(smaller)}")
     if cuda:
         options.append("free memory there (nvidia-smi shows who holds it)")
     else:
@@ -569,6 +568,21 @@ def _nf4_config(layout):
     )
 
 # %% ../../nbs/model/25_loading.ipynb #21aed1d2
+@contextmanager
+def no_file_bars():
+    """`with no_file_bars():` switches off the progress bars of transformers' saving and loading,
+    and puts them back."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _float8_settings(layout):
     "What transformers' loader is told where weights of files, or those in memory, are in float8."
     if not is_float8(layout.config):
@@ -583,23 +597,15 @@ def _float8_settings(layout):
 
 def _from_pretrained(layout, attention, quiet):
     "Load any architecture but gpt-oss by transformers."
-    from transformers.utils import logging
-
     given = {"attn_implementation": attention} if attention else {}
     if is_float8(layout.config) or layout.load_in_fp8:
         given |= _float8_settings(layout)
     elif layout.load_in_4bit and not getattr(layout.config, "quantization_config", None):
         given["quantization_config"] = towers_in_16_bits(_nf4_config(layout), layout.model)
-    shown = logging.is_progress_bar_enabled()
-    if quiet:
-        logging.disable_progress_bar()
-    try:
+    with no_file_bars() if quiet else nullcontext():
         model = released_class(layout.config).from_pretrained(
             layout.folder, dtype=layout.dtype, device_map={"": layout.device}, **given
         )
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     if isinstance(quantizer := getattr(model, "hf_quantizer", None), Float8Quantizer):
         quantizer.remove_quantization_config(model)
         model.requires_grad_(False)

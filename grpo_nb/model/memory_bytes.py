@@ -98,13 +98,6 @@ class ModelSizes:
     def __post_init__(self):
         if isinstance(self.tower, dict):  # of a widget
             object.__setattr__(self, "tower", Tower(**self.tower))
-        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(
-                    f"{name} of {self.name} is {value!r}, and it is a count: give a "
-                    "whole number of at least 1"
-                )
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #2d4fc4de
 class ModelShape(ModelSizes):
@@ -212,7 +205,7 @@ def _tower_numbers(found):
     "How many numbers a model holds to see or hear; transformers builds it without memory."
     if not (found.get("vision_config") or found.get("audio_config")):
         return 0
-    from .stored_weights import read_config, skeleton, towers
+    from grpo_nb.model.stored_weights import read_config, skeleton, towers
 
     config, _ = read_config(dict(found))
     parts = towers(skeleton(config, config.dtype)).values()

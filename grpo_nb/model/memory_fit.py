@@ -352,11 +352,6 @@ def check_switches(step):
             f"{step.picture_tokens:,} tokens of the prompt are pictures, and it has "
             f"{step.prompt_length:,}: prompt_length counts them too"
         )
-    if step.all_weights and step.lora_r:
-        raise ValueError(
-            f"all_weights with adapters of rank {step.lora_r}: the model's own weights do not "
-            "train beside them. Give one of the two"
-        )
     if step.all_weights and step.weights not in TRAINABLE:
         raise ValueError(
             f"weights in {step.weights} do not train, and without adapters (lora_r=0) all do: "
@@ -364,11 +359,6 @@ def check_switches(step):
         )
     if step.shards > 1:
         check_shares(step)
-    if step.offload_activations and not step.gradient_checkpointing:
-        raise ValueError(
-            "offload_activations moves what checkpointing keeps: leave checkpointing "
-            "on, or offload_activations out"
-        )
     if step.kernel in ("triton", "flex", "flash") and step.old_card:
         raise ValueError(
             f"attention={step.attention!r} needs compute capability 8.0, and the card has "

@@ -61,32 +61,21 @@ def _magnitude_codes(x):
 # %% ../../nbs/model/07_mxfp4.ipynb #4f34be1d
 def _check_packed(blocks, scales, check):
     "ValueError for wrong dtypes, shapes or devices; with `check` also for scales of 255."
-    if blocks.dtype != torch.uint8 or scales.dtype != torch.uint8:
+    fit = blocks.ndim > 1 and blocks.shape[-1] == BLOCK // 2 and scales.shape == blocks.shape[:-1]
+    bytes_ = blocks.dtype == scales.dtype == torch.uint8
+    if not (fit and bytes_ and blocks.device == scales.device):
+        given = [f"{x.dtype} of shape {tuple(x.shape)} on {x.device}" for x in (blocks, scales)]
         raise ValueError(
-            f"blocks are {blocks.dtype} and scales {scales.dtype}, but both are bytes: give "
-            "torch.uint8"
-        )
-    if blocks.ndim < 2 or blocks.shape[-1] != BLOCK // 2 or scales.shape != blocks.shape[:-1]:
-        raise ValueError(
-            f"blocks have shape {tuple(blocks.shape)} and scales {tuple(scales.shape)}, but "
-            "blocks (..., rows, cols / 32, 16) "
-            "go with scales (..., rows, cols / 32)"
-        )
-    if blocks.device != scales.device:
-        raise ValueError(
-            f"blocks are on {blocks.device} and scales on {scales.device}: bring them to one device"
+            f"blocks are {given[0]}, and scales {given[1]}: give torch.uint8 for both, on one "
+            "device, blocks (..., rows, cols / 32, 16) and scales (..., rows, cols / 32)"
         )
     recording = blocks.is_cuda and torch.cuda.is_current_stream_capturing()
-    if (
-        check
-        and scales.numel()
-        and not scales.is_meta
-        and not recording
-        and int(scales.max()) == 255
-    ):
+    if not check or not scales.numel() or scales.is_meta or recording:
+        return
+    if damaged := int((scales == 255).sum()):
         raise ValueError(
-            f"{int((scales == 255).sum()):,} of {scales.numel():,} scales are 255, which is "
-            "NaN in MXFP4: the weights were damaged, or these are no exponents"
+            f"{damaged:,} of {scales.numel():,} scales are 255, which is NaN in MXFP4: the "
+            "weights were damaged, or these are no exponents"
         )
 
 # %% ../../nbs/model/07_mxfp4.ipynb #9d936888
@@ -188,19 +177,6 @@ def dequantize_table(
     return torch.stack((even, odd), -1).view(-1, 2)
 
 # %% ../../nbs/model/07_mxfp4.ipynb #524dad84
-def _check_target(name, tensor, shape, dtype, device):
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device:
-        raise ValueError(
-            f"{name} is {tuple(tensor.shape)}, {tensor.dtype}, on {tensor.device}, but "
-            f"{tuple(shape)}, {dtype}, on {device} is needed"
-        )
-    if not tensor.is_contiguous() or tensor.storage_offset() % 2:
-        raise ValueError(
-            f"{name} is used two weights at a time: it must be contiguous and begin at an "
-            "even place of its storage (give a fresh tensor)"
-        )
-
-
 def dequantize(
     blocks: torch.Tensor,  # (..., rows, cols / 32, 16) uint8
     scales: torch.Tensor,  # (..., rows, cols / 32) uint8
@@ -222,14 +198,10 @@ def dequantize(
     shape = torch.Size((*blocks.shape[:-2], blocks.shape[-2] * BLOCK))
     if out is None:
         out = torch.empty(shape, dtype=dtype, device=blocks.device)
-    else:
-        _check_target("out", out, shape, dtype, blocks.device)
     if blocks.is_meta:
         return out
     if table is None:
         table = dequantize_table(dtype, blocks.device)
-    else:
-        _check_target("table", table, (65536, 2), dtype, blocks.device)
     pairs, table = out.view(-1).view(_PAIR[dtype]), table.view(-1).view(_PAIR[dtype])
     blocks, scales = blocks.reshape(-1, BLOCK // 2), scales.reshape(-1, 1)
     step = min(len(blocks), _blocks_at_a_time(blocks.device))

@@ -235,15 +235,9 @@ def pack_experts(
 ) -> int:  # bytes that the experts take now
     "Round all experts of a model to MXFP4, and freeze them."
     total = 0
-    for name, experts in experts_of(model).items():
+    for experts in experts_of(model).values():
         for parameter in EXPERTS:
             weight = getattr(experts, parameter)
-            if weight.shape[-2] % 32:
-                raise ValueError(
-                    f"{name}.{parameter} has {weight.shape[-2]} inputs, but MXFP4 has blocks "
-                    "of 32: choose a hidden size and an intermediate size that are "
-                    "divisible by 32"
-                )
             packed = weight if isinstance(weight, PackedWeight) else pack(weight)
             setattr(experts, parameter, torch.nn.Parameter(packed, requires_grad=False))
             total += packed.blocks.numel() + packed.scales.numel()

@@ -672,10 +672,4 @@ def record_layers(
     tells: bool = True,
 ) -> RecordedLayers:  # .remove() puts it back; a context manager too
     "Record short layers on a GPU, and play them from then on."
-    group = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if group and torch.distributed.get_world_size() > 1:
-        raise ValueError(
-            "layers are recorded in one process only, and this one is part of a group: leave "
-            "record_layers out"
-        )
     return RecordedLayers(model, most_tokens, multiple, record, tells)

@@ -479,7 +479,7 @@ def empty_blocks(
     if columns % BLOCK:
         raise ValueError(
             f"experts have {columns} inputs, but MXFP4 has blocks of {BLOCK}: choose hidden and "
-            f"intermediate sizes that are divisible by {BLOCK}, or leave load_in_4bit out"
+            f"intermediate sizes that are divisible by {BLOCK}, or leave them in 16 bits"
         )
     scales = torch.empty(E, rows, columns // BLOCK, dtype=torch.uint8, device=device)
     return scales.new_empty(*scales.shape, BLOCK // 2), scales

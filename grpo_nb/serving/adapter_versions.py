@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from ..model.export import check_disk_space, no_file_bars, save_adapter
+from ..model.export import check_disk_space, save_adapter
+from ..model.loading import no_file_bars
 from ..model.memory_fit import rank_flag
 from ..model.packed import FrozenWeight
 from grpo_nb.serving.addresses import (

@@ -31,7 +31,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object, set_seed
 from torch.utils._pytree import tree_map
 
-from ..model.export import new_folder, no_file_bars
+from ..model.export import new_folder
+from ..model.loading import no_file_bars
 from .config import GRPOConfig
 from .reporting import Log
 from .sharding import WholeWeights

@@ -42,7 +42,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import TrainerCallback
 
 import grpo_nb
-from ..model.export import no_file_bars
+from ..model.loading import no_file_bars
 from .checkpoint import MANIFEST, STATE, THEIR_STATE, checkpoints
 from .config import GRPOConfig
 from .policy_model import describe_trainable

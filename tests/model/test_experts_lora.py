@@ -167,8 +167,6 @@ def test_adapted_counts_what_peft_counts():
 
 def test_what_cannot_be_routed_says_so():
     model, _ = tiny_gpt_oss()
-    with pytest.raises(ValueError, match="GptOssMLP has no gate_up_proj"):
-        expert_weights(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="'routed_lean'"):
         route_adapters(model, "fast")
     bias = get_peft_model(
@@ -177,11 +175,6 @@ def test_what_cannot_be_routed_says_so():
     with pytest.raises(ValueError, match="gate_up_proj_bias"):
         route_adapters(bias)
     assert bias.base_model.model.config._experts_implementation == "eager"
-    model, _ = tiny_gpt_oss()
-    route_adapters(model)
-    model.model.layers[0].mlp.experts._is_expert_parallel = True
-    with pytest.raises(ValueError, match="expert parallel"):
-        model(torch.arange(7, 9)[None])
 
 
 def test_another_adapter_can_be_added_after_routing():

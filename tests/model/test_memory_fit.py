@@ -229,7 +229,6 @@ def test_a_size_of_memory_as_people_write_it():
         (dict(sampler="sglang"), "vllm_sleep"),
         (dict(implementation="theirs"), "transformers"),
         (dict(shape=MODELS["Qwen3-4B"], weights="bf16", offload_embedding=True), "be offloaded"),
-        (dict(gradient_checkpointing=False), "leave checkpointing on"),
         (dict(attention="flex"), "compute capability"),
     ],
 )

@@ -432,7 +432,7 @@ def test_exponents_that_cannot_be_kept(scales, sentence):
         (packed[0], packed[1][:3], r"\(3, 2\)"),
         (packed[0].flatten(-2), packed[1], r"\(4, 32\)"),
         (packed[0], packed[1].to("meta"), "one device"),
-        (packed[0][0, 0], packed[1][0, 0], "blocks have shape"),
+        (packed[0][0, 0], packed[1][0, 0], r"of shape \(16,\)"),
     ],
 )
 def test_packed_weights_that_are_none(blocks, scales, sentence):
@@ -458,30 +458,6 @@ def test_the_scale_that_is_nan(dtype):
     assert result[255].isnan().all() and same_bits(
         result[:255], dequantize(blocks[:255], scales[:255], dtype)
     )
-
-
-@pytest.mark.parametrize(
-    "out, sentence",
-    [
-        (torch.empty(4, 32, dtype=torch.bfloat16), r"out is \(4, 32\)"),
-        (torch.empty(4, 64), "torch.float32"),
-        (torch.empty(64, 4, dtype=torch.bfloat16).T, "contiguous"),
-        (torch.empty(257, dtype=torch.bfloat16)[1:].view(4, 64), "even place"),
-        (torch.empty(4, 64, dtype=torch.bfloat16, device="meta"), "on meta"),
-    ],
-)
-def test_buffers_that_do_not_fit(out, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        dequantize(*packed, out=out)
-
-
-@pytest.mark.parametrize(
-    "table",
-    [dequantize_table(torch.float16), dequantize_table().view(-1), dequantize_table()[:256]],
-)
-def test_tables_that_do_not_fit(table):
-    with pytest.raises(ValueError, match="table is"):
-        dequantize(*packed, table=table)
 
 
 # Around it

@@ -126,8 +126,6 @@ def test_what_is_refused():
         ),
     ):
         slice_mlps(gpt_oss)
-    with pytest.raises(ValueError, match="tokens is 0: give at least 1, or None for all at once"):
-        slice_mlps(gpt_oss, 0)
 
 
 # Experts
@@ -183,8 +181,6 @@ def test_what_slices_a_model_has():
         model.set_experts_implementation("eager")
         slice_layers(model, 512)
     route_adapters(model, "routed_lean")
-    with pytest.raises(ValueError, match="tokens is 0: give at least 1, or None for the default"):
-        slice_layers(model, 0)
     slice_layers(model, 512)
     assert slice_tokens_of(copy.deepcopy(model)) == 512
     dense = LlamaForCausalLM(LlamaConfig(**SIZES))
