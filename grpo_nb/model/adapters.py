@@ -71,8 +71,18 @@ class Adapter:
 
     @property
     def variant(self) -> str | None:  # None: plain LoRA
-        "What makes the adapter more than a product of two factors."
-        return _variant(self.layer, self.name, *self.factors)
+        "What makes the adapter more than two factors (DoRA, a trained bias, ...)."
+        layer, name = self.layer, self.name
+        if getattr(layer, "use_dora", {}).get(name):
+            return "DoRA"
+        if variant := getattr(layer, "lora_variant", {}).get(name):
+            return type(variant).__name__
+        if name not in layer.lora_A:
+            return None  # an embedding
+        for factor in self.factors:
+            if not isinstance(factor, nn.Linear):
+                return f"a factor of the kind {type(factor).__name__}"
+        return None if self.factors[1].bias is None else "a trained bias"
 
     def delta(self) -> torch.Tensor:  # (out, in) float32
         "What a plain adapter adds to the weight."
@@ -82,20 +92,6 @@ class Adapter:
 def _weight(factor):
     "The tensor of a factor."
     return factor.weight if isinstance(factor, nn.Module) else factor
-
-
-def _variant(layer, name, down, up):
-    "What makes an adapter more than two factors (DoRA, a trained bias, ...); None: nothing does."
-    if getattr(layer, "use_dora", {}).get(name):
-        return "DoRA"
-    if variant := getattr(layer, "lora_variant", {}).get(name):
-        return type(variant).__name__
-    if name not in layer.lora_A:
-        return None  # an embedding
-    for factor in (down, up):
-        if not isinstance(factor, nn.Linear):
-            return f"a factor of the kind {type(factor).__name__}"
-    return None if up.bias is None else "a trained bias"
 
 # %% ../../nbs/model/12_adapters.ipynb #da16f8ff
 @dataclass(frozen=True)
@@ -123,11 +119,6 @@ class AdaptedLayer:
     def merged_but_disabled(self) -> bool:
         "Whether the weight holds adapters that the model should compute without."
         return self.merged and self.disabled
-
-    @property
-    def transposed(self) -> bool:
-        "Whether the weight is stored as (in, out)."
-        return bool(getattr(self.layer, "fan_in_fan_out", False))
 
     @property
     def active(self) -> tuple[Adapter, ...]:

@@ -149,9 +149,8 @@ def _adapter_in_use(linear):
     "A linear layer's only adapter if it is plain and drops nothing; else None."
     if type(linear) is not LoraLinear or type(linear.base_layer) is not nn.Linear:
         return None
-    layer = read_lora(linear)
-    in_use = layer.in_use
-    if layer.transposed or len(in_use) != 1:
+    in_use = read_lora(linear).in_use
+    if linear.fan_in_fan_out or len(in_use) != 1:
         return None
     (adapter,) = in_use
     if adapter.variant or adapter.dropout:

@@ -17,6 +17,7 @@ import difflib
 import re
 import warnings
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, fields, replace
 from importlib.resources import files
 from itertools import chain
@@ -791,11 +792,9 @@ def longest_context(
     def fits(units):
         return fit(with_context(step, 64 * units, prompt_length), room).fits
 
-    low, high, prompt = (prompt_length or 0) // 64, most // 64, prompt_length or 0
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return 64 * low if 64 * low > prompt and fits(low) else 0
+    units = range((prompt_length or 0) // 64 + 1, most // 64 + 1)
+    count = bisect_left(units, True, key=lambda one: not fits(one))
+    return 64 * units[count - 1] if count else 0
 
 # %% ../../nbs/model/22_memory_fit.ipynb #5b0c7e12
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes as --max-lora-rank
@@ -828,12 +827,11 @@ def served_together(
 ) -> int:  # completions
     "How many completions of the full length vLLM can draw at once, with `kv` bytes for them."
     lengths = dict(prompt=step.prompt_length, group=step.num_generations)
-    low, high = 0, 2**20
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = kv_bytes(step.shape, middle, step.context, 2, **lengths) <= kv
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return low
+
+    def too_many(rows):
+        return kv_bytes(step.shape, rows, step.context, 2, **lengths) > kv
+
+    return bisect_left(range(1, 2**20 + 1), True, key=too_many)
 
 # %% ../../nbs/model/22_memory_fit.ipynb #40d7bf19
 _pools = weakref.WeakSet()  # of recordings
