@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['LARGEST_BAND', 'ROWS_PER_PIECE', 'CUDNN_STEP', 'FEW_QUERIES', 'BACKENDS', 'MODELS_WITH_SINKS', 'eager', 'sdpa',
-           'sdpa_lean', 'reuse_attention', 'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft', 'flash', 'choose_backend',
-           'check_tensors', 'check_mask', 'in_triton', 'sink_attention', 'ModelMask', 'check_chunks', 'check_rule',
-           'transformers_mask', 'check_features', 'transformers_attention', 'register', 'heads_together', 'has_sinks',
-           'for_text', 'check_attention']
+           'heads_at_a_time', 'sdpa_lean', 'reuse_attention', 'compute_or_reuse', 'FlashWithSinks', 'ShiftLeft',
+           'flash', 'choose_backend', 'check_tensors', 'check_mask', 'in_triton', 'sink_attention', 'ModelMask',
+           'check_chunks', 'check_rule', 'transformers_mask', 'check_features', 'transformers_attention', 'register',
+           'has_sinks', 'for_text', 'check_attention']
 
 # %% ../../nbs/model/03_attention.ipynb #06fd8d5a
 import functools
@@ -27,9 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from . import limits
 from grpo_nb.model.limits import (
     TRANSFORMERS_NAMES,
-    asked_kernel,
     choose_kernel,
-    is_old,
     prefers_cudnn,
 )
 from .masks import Mask
@@ -267,8 +265,11 @@ def sdpa(
     return way(q, k, v, sinks, mask, scale)
 
 # %% ../../nbs/model/03_attention.ipynb #e5235234
-def _heads_at_a_time(B, Lq, Lk, Hk, G, D, element):
-    "Key heads that are computed together; Hk: all."
+def heads_at_a_time(
+    *sizes: int,  # B, Lq, Lk, Hk, G, D, and bytes of a number
+) -> int:  # key heads; Hk: all
+    "How many key heads `sdpa_lean` computes together."
+    B, Lq, Lk, Hk, G, D, element = sizes
     size = G * B * (Lq + 2 * Lk) * _extended_size(D) * element
     return max(1, min(Hk, limits.PART_BYTES // max(size, 1)))
 
@@ -278,7 +279,7 @@ def sdpa_lean(
 ) -> torch.Tensor:  # (B, Hq, Lq, D), as for `eager`
     "`sdpa`, some heads at a time."
     Hk, G = k.shape[1], q.shape[1] // k.shape[1]
-    step = _heads_at_a_time(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
+    step = heads_at_a_time(len(q), q.shape[2], k.shape[2], Hk, G, q.shape[3], q.element_size())
     if step == Hk:
         return sdpa(q, k, v, sinks, mask, scale)
     again = functools.partial(checkpoint, sdpa, use_reentrant=False, preserve_rng_state=False)
@@ -831,25 +832,6 @@ def register() -> None:
 
 # %% ../../nbs/model/03_attention.ipynb #739088a8
 register()
-
-
-def heads_together(
-    name: str,  # of a model's attention implementation
-    device: torch.device,  # where it runs
-    sequences: int,  # B
-    tokens: int,  # L, of each
-    heads: int,  # Hk, of keys
-    group: int,  # query heads to a key head
-    head_size: int,  # D
-    dtype: torch.dtype,  # of the products
-) -> int:  # heads of keys; all of them where they are not taken in parts
-    "How many key heads a model's attention works on at a time."
-    lean = asked_kernel(name) == "sdpa_lean"
-    if asked_kernel(name) == "auto" and device.type == "cuda":
-        lean = is_old(torch.cuda.get_device_capability(device))
-    if not lean:
-        return heads
-    return _heads_at_a_time(sequences, tokens, tokens, heads, group, head_size, dtype.itemsize)
 
 # %% ../../nbs/model/03_attention.ipynb #d4390483
 MODELS_WITH_SINKS = ("gpt_oss",)  # names of architectures, for a model that is not loaded yet

@@ -25,9 +25,9 @@ from transformers.activations import ACT2FN
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRMSNorm
 
+from . import attention
 from .adapters import IMPLEMENTATIONS, read_lora
-from .attention import heads_together
-from .limits import FAMILIES
+from .limits import FAMILIES, asked_kernel, is_old
 from .packed import experts_of, has_experts
 
 # %% ../../nbs/model/13_fused_layers.ipynb #dba5dc15
@@ -286,16 +286,15 @@ class AttentionByHeads(RotatedAttention):
     "A gpt-oss attention layer as a sum over its key heads."
 
     def heads_at_a_time(self, hidden_states, dtype):
-        "How many key heads the attention function works on at once."
-        return heads_together(
-            self.config._attn_implementation,
-            hidden_states.device,
-            *hidden_states.shape[:-1],
-            self.config.num_key_value_heads,
-            self.num_key_value_groups,
-            self.head_dim,
-            dtype,
-        )
+        "How many key heads the attention function works on at once: some where it is `sdpa_lean`."
+        kernel, device = asked_kernel(self.config._attn_implementation), hidden_states.device
+        if kernel == "auto" and device.type == "cuda":
+            kernel = "sdpa_lean" if is_old(torch.cuda.get_device_capability(device)) else kernel
+        total, (B, T) = self.config.num_key_value_heads, hidden_states.shape[:-1]
+        if kernel != "sdpa_lean":
+            return total
+        sizes = B, T, T, total, self.num_key_value_groups, self.head_dim, dtype.itemsize
+        return attention.heads_at_a_time(*sizes)
 
     def attend_heads(self, *given, heads=slice(None)):
         "`attend` with the sinks of some heads."

@@ -382,7 +382,7 @@ def together(monkeypatch):
     )
 
     def set_to(heads):
-        monkeypatch.setattr(attention, "_heads_at_a_time", lambda *sizes: heads)
+        monkeypatch.setattr(attention, "heads_at_a_time", lambda *sizes: heads)
         taken.clear()
         return taken
 
