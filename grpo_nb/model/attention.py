@@ -696,14 +696,6 @@ class ModelMask(Mask):
         return self
 
 
-def _is_causal(rule, batch_size, q_positions, kv_positions, window):
-    "Whether a rule of transformers is causal (and sliding) and nothing else, at these positions."
-    sequence = torch.arange(batch_size, device=q_positions.device)[:, None, None]
-    q, kv = q_positions[None, :, None], kv_positions[None, None, :]
-    plain = (kv <= q) if window is None else (kv <= q) & (kv > q - window)
-    return bool((rule(sequence, torch.zeros_like(sequence), q, kv) == plain).all())
-
-
 def check_chunks(
     local_size: int | None,  # keys that a query sees, as transformers says; None: all
     config: Any,  # of the model
@@ -724,7 +716,10 @@ def check_rule(
     window: int | None,  # keys that a query should see; None: all
 ) -> None:  # ValueError with what to give
     "ValueError for a mask that is neither plainly causal nor sliding."
-    if not _is_causal(rule, batch_size, q_positions, kv_positions, window):
+    sequence = torch.arange(batch_size, device=q_positions.device)[:, None, None]
+    q, kv = q_positions[None, :, None], kv_positions[None, None, :]
+    plain = (kv <= q) if window is None else (kv <= q) & (kv > q - window)
+    if not (rule(sequence, torch.zeros_like(sequence), q, kv) == plain).all():
         raise ValueError(
             "the model asks for a mask that is not plainly causal (packed sequences, an "
             "image, both directions), and this attention knows causal and sliding masks "

@@ -188,31 +188,17 @@ def random_parameters(
             yield from _random_module(model, path, module, names, wanted, devices)
 
 # %% ../../nbs/model/25_loading.ipynb #d55ed53d
-def _stored_bytes(t):
-    "Bytes of a tensor in any format, its scales included."
+def _stored(t):
+    "(weights, bytes with scales, format such as `MXFP4`, `NF4` or `bfloat16`) of a tensor."
     if isinstance(t, FrozenWeight):
-        return t.stored_bytes
+        return t.numel(), t.stored_bytes, t.FORMAT
     state = getattr(t, "quant_state", None)
     if state is None:
-        return t.numel() * t.element_size()
+        return t.numel(), t.numel() * t.element_size(), str(t.dtype).removeprefix("torch.")
     scales = [state.absmax, state.code]
     if state.nested:
         scales += [state.state2.absmax, state.state2.code]
-    return sum(x.nbytes for x in (t, *scales))
-
-
-def _number_format(t):
-    "The storage format of a tensor, such as `MXFP4`, `float8`, `NF4` or `bfloat16`."
-    if isinstance(t, FrozenWeight):
-        return t.FORMAT
-    quantised = getattr(t, "quant_state", None) is not None
-    return "NF4" if quantised else str(t.dtype).removeprefix("torch.")
-
-
-def _weights(t):
-    "How many weights a tensor represents, packed or not."
-    state = getattr(t, "quant_state", None)
-    return t.numel() if state is None else math.prod(state.shape)
+    return math.prod(state.shape), sum(x.nbytes for x in (t, *scales)), "NF4"
 
 
 PARTS = {  # part of a model -> pattern of its parameters' names
@@ -247,8 +233,9 @@ def memory_by_part(
     offloaded = [b for b in model.named_buffers() if b[0].endswith("embed_tokens.weight")]
     for name, t in [*model.named_parameters(), *offloaded]:
         key = order.index(_part(name, beside)), str(t.device)
-        weights[key] += _weights(t)
-        formats.setdefault(key, Counter())[_number_format(t)] += _stored_bytes(t)
+        count, size, kind = _stored(t)
+        weights[key] += count
+        formats.setdefault(key, Counter())[kind] += size
     return [
         {
             "part": order[key[0]],

@@ -6,8 +6,7 @@
 __all__ = ['LARGE', 'MOST_SHAPES', 'MOST_PADDING', 'SEEN_SHAPES', 'STALE_CALLS', 'SPARE_BYTES', 'CannotRecord', 'signature',
            'static_copy', 'refill', 'Room', 'spread_shape', 'spread_room', 'spread_out', 'padded', 'layer_state',
            'check_layer', 'Graphs', 'waiting_is_an_error', 'quiet_collector', 'InputShape', 'fresh_leaves',
-           'RecordedLayer', 'PlayedLayer', 'is_large', 'RecordedRoom', 'RecordedShapes', 'RecordedLayers',
-           'record_layers']
+           'RecordedLayer', 'PlayedLayer', 'is_large', 'RecordedRoom', 'RecordedShapes', 'record_layers']
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #c5557bf2
 import dataclasses
@@ -597,17 +596,22 @@ class RecordedShapes(RecordedRoom):
         return shape
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #9c8470a9
-class RecordedLayers(RecordedShapes):
-    """The active switch: layers that are computed again in backward are recorded when a shape comes
-    the second time, and played from then on. `remove` switches it off."""
+class record_layers(RecordedShapes):
+    """Record short layers on a GPU: those that are computed again in backward, when a shape comes
+    the second time, and play them from then on. `remove` puts the model back; a context manager."""
 
     def __init__(
         self,
-        model: nn.Module,
-        most_tokens: int,
-        multiple: int,
-        record: Callable | None,
-        tells: bool,
+        model: nn.Module,  # of transformers, PEFT-wrapped or not, with gradient checkpointing
+        most_tokens: int = 4096,  # of an input that is recorded; others run call by call
+        # rows are padded up to a multiple of so many tokens; 1: each length is a shape of its own,
+        # and numbers are those of unrecorded layers to the last bit
+        multiple: int = 1,
+        # of a function without arguments -> an object with `.replay()`; None: a CUDA graph
+        record: Callable | None = None,
+        # warn of layers that are not meant to be recorded (dropout, hooks); a failure is always
+        # told
+        tells: bool = True,
     ):
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         name = "_gradient_checkpointing_func"
@@ -658,18 +662,3 @@ class RecordedLayers(RecordedShapes):
 
     def __deepcopy__(self, memo):
         return self.plain  # a copy of the model is not recorded
-
-# %% ../../nbs/model/19_recorded_layers.ipynb #79345f48
-def record_layers(
-    model: nn.Module,  # of transformers, PEFT-wrapped or not, with gradient checkpointing
-    most_tokens: int = 4096,  # of an input that is recorded; others run call by call
-    # rows are padded up to a multiple of so many tokens; 1: each length is a shape of its own, and
-    # numbers are those of unrecorded layers to the last bit
-    multiple: int = 1,
-    # of a function without arguments -> an object with `.replay()`; None: a CUDA graph
-    record: Callable | None = None,
-    # warn of layers that are not meant to be recorded (dropout, hooks); a failure is always told
-    tells: bool = True,
-) -> RecordedLayers:  # .remove() puts it back; a context manager too
-    "Record short layers on a GPU, and play them from then on."
-    return RecordedLayers(model, most_tokens, multiple, record, tells)
