@@ -38,8 +38,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from ..algorithm.logprobs import selective_log_softmax
-from ..model.loading import no_file_bars
 from ..model.limits import MOST_DRAWN_TOGETHER
+from ..model.loading import no_file_bars
 from ..model.memory_bytes import longest_sequence, why_no_longer
 from ..rollout.engine import RolloutEngine, check_prompts
 from ..rollout.read_layers import Trials
