@@ -196,7 +196,10 @@ def test_the_form_shortens_all_eighteen_runs_and_one_comes_back():
     assert min(cut[1]) * 256 == pytest.approx(2, abs=0.05)
     assert cut[0][5] > 0 < cut[2][5] and max(cut[0][6:] + cut[2][6:]) == 0
     lengths = [one["completions/mean_length"] for one in stored("gated_1")["log"]]
-    assert (round(min(lengths)), round(lengths[19])) == (16, 215)
+    assert (round(min(lengths)), round(lengths[20], -2)) == (16, 200)
+    texts = [(one["update"], one["completion"]) for one in stored("gated_1")["completions"]]
+    assert (10, "#### 63") in texts
+    assert any("85 - (25 + 50)" in text and text.endswith("#### 10") for _, text in texts[-3:])
     for seed in range(3):
         assert min(one["completions/mean_length"] for one in stored(f"no_form_{seed}")["log"]) > 150
         first = stored(f"form_{seed}")["log"][0]
