@@ -191,12 +191,7 @@ class AdapterFiles:
     def check_settings(self, model: Any, rank: int) -> None:  # ServerError
         "Refuse servers that cannot hold the adapters; a server may not tell, and fails later."
         for address in self.servers.addresses:
-            try:
-                status, info = address.ask("/server_info?config_format=json")
-            except NoAnswer:
-                continue
-            settings = settings_of(info) if status == 200 else None
-            if settings is None:
+            if (settings := settings_of(self.servers.info(address))) is None:
                 continue
             if found := self.faults(settings, rank):
                 raise ServerError(f"{address.url}: " + "; ".join(found))
@@ -217,29 +212,23 @@ class AdapterFiles:
 class AdapterRoom(AdapterFiles):
     "The room that servers have for one more adapter."
 
-    def others_on(self, address: Address) -> tuple[list[str], int | None]:
-        "Adapters on a server that are not this run's, and how many it holds, where it tells."
-        own = {*self.served, *self.retired, *self.names_given}
+    def others_on(self, address: Address) -> list[str]:
+        "Adapters on a server that are not this run's."
         with suppress(ServerError):
-            held = [one for one in self.servers.models(address) if one.get("parent")]
-            status, info = address.ask("/server_info?config_format=json")
-            lora = ((settings_of(info) if status == 200 else None) or [{}])[0]
-            most = int(lora["max_loras"]) if lora.get("max_loras") else None
-            return [one["id"] for one in held if one["id"] not in own], most
-        return [], None
+            held = [one["id"] for one in self.servers.models(address) if one.get("parent")]
+            return [name for name in held if name not in (*self.served, *self.names_given)]
+        return []
 
     def check_room(self, name: str) -> None:  # ServerError
         "Refuse servers that others have filled, so that a later version would find no room."
         for address in self.servers.addresses:
-            others, most = self.others_on(address) if address.ready else ([], None)
-            if not others or most is None or len(others) + self.max_loras <= most:
-                continue
-            if why := self.lack_of_room(address, name):
+            others = self.others_on(address) if address.ready else []
+            if others and (why := self.lack_of_room(address, name)):
                 for one in self.servers.addresses:
                     self.unload(one, name)
                 raise ServerError(
-                    f"{address.url} holds {most} adapters, and has no room for the "
-                    f"{self.max_loras} that the run needs ({why}).{room_made(address, others)}"
+                    f"{address.url} has no room for the {self.max_loras} adapters that the run "
+                    f"needs ({why}).{room_made(address, others)}"
                 )
 
     def lack_of_room(self, address: Address, name: str) -> str | None:  # None: there is room
@@ -285,27 +274,20 @@ class AdapterLoads(AdapterRoom):
             most = len(self.servers.addresses) == 1  # of several, others are asked
             if not self.servers.again(address, attempt, retries, stalls, most):
                 break
-        if stalls and away:
-            raise BroughtNothing(
-                f"{address.url} did not load {self.WHAT} in time ({why}): its log may say why. If "
-                "it is only slow, give it more time (vllm_request_timeout)"
-            )
         if away:
-            raise ServerError(
-                f"{address.url} no longer answers ({why}): its log may say why. Start it again, "
-                "and go on from the last checkpoint"
+            raise BroughtNothing(
+                f"{address.url} no longer answers ({why}): its log may say why. If it is only "
+                "slow, give it more time (vllm_request_timeout); else start it again, and go on "
+                "from the last checkpoint",
+                stalls > 0,
             )
-        failed = (
+        others = self.others_on(address)
+        ask = f" Is it started with `{self.started_with()}` (grpo-nb serve: with --lora-dir FOLDER)"
+        raise ServerError(
             f"{address.url} did not load {self.WHAT} in {self.folder / name} "
             f"({refusal(status, answer)})."
+            + (room_made(address, others) or f"{ask}, and can it read that folder?")
         )
-        others, most = self.others_on(address)
-        if not others or most is None or len(others) + len(self.served) < most:
-            failed += (
-                f" Is it started with `{self.started_with()}` (grpo-nb serve: with --lora-dir "
-                "FOLDER), and can it read that folder?"
-            )
-        raise ServerError(failed + room_made(address, others))
 
     def ask_to_load(self, address: Address, name: str) -> tuple[int, Any]:  # status, answer
         "Ask a server to read a version's folder."
@@ -348,7 +330,7 @@ class AdapterEverywhere(AdapterLoads):
         others: Sequence[str],  # names of the adapters that it still has
     ) -> None:  # ServerError
         "Have a server hold what the others hold, and nothing that has left the window."
-        for name in self.retired.intersection(others) if self.servers.leads else ():
+        for name in self.names_given.intersection(others).difference(self.served):
             self.unload(address, name)
         for name in list(self.served):
             self.load(address, name)
@@ -368,7 +350,6 @@ class AdapterNames(AdapterEverywhere):
             kept = [] if all_of_them else list(self.served)[-max(self.max_loras - 1, 1) :]
             old = [n for n in self.served if n not in kept and (all_of_them or not self.users[n])]
         for name in old:
-            self.retired.add(name)
             for address in self.servers.addresses if self.servers.leads else []:
                 if address.ready:
                     self.unload(address, name)
@@ -424,7 +405,7 @@ class AdapterVersions(AdapterNames):
         self.lock, self.publishing = threading.Lock(), threading.Lock()
         self.users: Counter = Counter()  # name -> blocks of `drawing` that are open
         self.token, self.served, self.gone = secrets.token_hex(3), {}, []
-        self.names_given, self.retired, self.published = set(), set(), None
+        self.names_given, self.published = set(), None
         self.base, self.current = None, (None, 0)  # the name that is drawn with, and its version
         self.rank = 16  # of the adapter, as soon as there is one
 

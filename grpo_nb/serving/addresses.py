@@ -15,6 +15,7 @@ import time
 import warnings
 from base64 import b64encode
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
@@ -147,7 +148,7 @@ def sendable(
 ) -> str:  # "": none; ValueError, which does not show it
     "A token as it is sent."
     token = (api_key or "").strip()
-    if not token.isprintable() or any(ord(one) > 255 for one in token):
+    if not (token.isascii() and token.isprintable()):
         raise ValueError(
             "the token of the server (vllm_server_api_key, or --api-key) has a character in it "
             "that cannot be sent, such as the end of a line: give letters, digits and signs alone"
@@ -204,35 +205,23 @@ def side_by_side(
     meanwhile: Callable[[float], object] | None = None,  # this thread's task, for some seconds
 ) -> list[Any]:  # one result for each item
     "Call a function for every item in threads; the first error, or Ctrl-C, drops the rest."
-    together, lock = together or Together(), threading.Lock()
-    results, errors, queue = [None] * len(items), [], iter(enumerate(items))
-
-    def work():
-        while not errors and not together.dropped.is_set():
-            with lock:
-                pair = next(queue, None)
-            if pair is None:
-                return
-            try:
-                results[pair[0]] = function(*pair, together)
-            except BaseException as error:
-                errors.append(error)
-
-    workers = [threading.Thread(target=work, daemon=True) for _ in range(min(threads, len(items)))]
-    for worker in workers:
-        worker.start()
+    together = together or Together()
+    pool = ThreadPoolExecutor(min(threads, len(items)))
+    asked = [pool.submit(function, number, item, together) for number, item in enumerate(items)]
     try:
-        for worker in workers:
-            while worker.is_alive() and not errors:
-                meanwhile(0.02) if meanwhile else worker.join(0.2)
-        if errors:
-            raise errors[0]
-        if together.dropped.is_set():
-            raise ServerError("the requests were dropped")
+        left = asked
+        while left:
+            done, left = wait(asked, 0 if meanwhile else 0.2, FIRST_EXCEPTION)
+            for one in done:
+                one.result()  # or its error
+            if left and meanwhile:
+                meanwhile(0.02)
     except BaseException:
         together.drop()
         raise
-    return results
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    return [one.result() for one in asked]
 
 # %% ../../nbs/serving/02_addresses.ipynb #3f8cefa5
 PASSING = (408, 429, 500, 502, 503, 504)  # statuses after which asking again may help
@@ -263,19 +252,24 @@ class ServersAsked:
             raise ServerError(f"{address.url}{route} answered {refusal(status, answer)}")
         return answer
 
+    def info(self, address: Address) -> Any:  # None: it does not tell
+        "What a server says of its settings."
+        with suppress(NoAnswer):
+            status, info = address.ask("/server_info?config_format=json")
+            return info if status == 200 else None
+
     def models(self, address: Address) -> list[dict[str, Any]]:  # ServerError
         "What a server says of its models, the base first."
         answer = self.tell(address, "/v1/models")
-        found = answer.get("data") if isinstance(answer, dict) else None
-        named = isinstance(found, list) and all(
-            isinstance(one, dict) and isinstance(one.get("id"), str) for one in found
-        )
-        if not named or not found:
+        try:
+            found = sorted(answer["data"], key=lambda one: one.get("parent") is not None)
+            "".join(one["id"] for one in [found[0], *found])
+        except (KeyError, TypeError, AttributeError, IndexError):
             raise ServerError(
                 f"{address.url} is no vLLM server: /v1/models answered {str(answer)[:80]!r}. Give "
                 "the address of a `vllm serve`"
-            )
-        return sorted(found, key=lambda one: one.get("parent") is not None)
+            ) from None
+        return found
 
     def names(self, address: Address) -> list[str]:  # ServerError
         "The names of a server's models, the base first."
@@ -309,24 +303,22 @@ class ServersChosen(ServersAsked):
     def put_aside(self, address: Address, why: str, seconds: float = AVOIDED_S) -> None:
         "Ask other servers first for a while; it is said once for each time that one goes."
         address.failed_at, address.aside_s = time.monotonic(), seconds
-        if seconds == AVOIDED_S and self.leads and not address.told and len(self.addresses) > 1:
-            address.told = True
-            warnings.warn(
-                f"{address.url} is left aside: {why} The other servers go on without it, and it "
-                "is tried again from time to time.",
-                stacklevel=2,
-            )
+        if seconds == AVOIDED_S and len(self.addresses) > 1:
+            more = "The other servers go on without it, and it is tried again from time to time."
+            self.say(address, f"is left aside: {why} {more}")
 
     def say_stalled(self, address: Address) -> None:
-        "With no other server to ask, say at once that one has let the time pass; it is said once."
-        if self.leads and not address.told and len(self.addresses) == 1:
+        "With no other server to ask, say at once that one has let the time pass."
+        if len(self.addresses) == 1:
+            more = f"It is asked once more. {LOOK} If it is only slow, give it more time"
+            late = f"took a request and gave no answer in {address.timeout_s:g} seconds. {more}"
+            self.say(address, f"{late} (vllm_request_timeout)")
+
+    def say(self, address: Address, what: str) -> None:
+        "Warn of a server, once for each time that it goes."
+        if self.leads and not address.told:
             address.told = True
-            warnings.warn(
-                f"{address.url} took a request and gave no answer in {address.timeout_s:g} "
-                f"seconds. It is asked once more. {LOOK} If it is only slow, give it more time "
-                "(vllm_request_timeout)",
-                stacklevel=2,
-            )
+            warnings.warn(f"{address.url} {what}", stacklevel=2)
 
     def pause(self, attempt: int) -> float:  # seconds
         "How long to wait before asking again."

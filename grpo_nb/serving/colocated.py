@@ -36,7 +36,7 @@ from .server import VLLMServer
 
 # %% ../../nbs/serving/06_colocated.ipynb #b3a44826
 KEEPER = """
-import ctypes, os, signal, subprocess, sys, time
+import os, signal, subprocess, sys, time
 
 trainer, command = int(sys.argv[1]), sys.argv[2:]
 
@@ -45,15 +45,10 @@ def end(*_):
     raise SystemExit
 
 
-def die_with_the_keeper():
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-
-
 signal.signal(signal.SIGTERM, end)
 server = None
 try:
-    server = subprocess.Popen(command, preexec_fn=die_with_the_keeper)
+    server = subprocess.Popen(command)
     while server.poll() is None and os.getppid() == trainer:
         time.sleep(0.2)
 finally:

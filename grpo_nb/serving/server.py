@@ -448,8 +448,7 @@ def told_by(
 ) -> dict[str, Any]:  # url, version, adapters, faults
     "What a server says of itself, and why a run could not use it."
     version = server.servers.tell(address, "/version")
-    status, info = address.ask("/server_info?config_format=json")
-    settings = settings_of(info) if status == 200 else None
+    settings = settings_of(server.servers.info(address))
     found = faults(settings, server.versions.max_loras, 1) if settings else []
     nowhere = {"lora_name": "probe", "lora_path": "/no/such/adapter"}
     status, answer = address.ask("/v1/load_lora_adapter", nowhere)

@@ -185,9 +185,6 @@ def what_is_wrong(
         return f"it drew {len(tokens)} tokens and gave {len(values)} log-probs"
     if any(value is None or value < -9000 for value in values):  # -9999 stands for minus infinity
         return "it gave a log-prob of minus infinity for a token that it drew"
-    left = one.get("sampling_mask")
-    if left is not None and [t in few for t, few in zip(tokens, left)] != [True] * len(tokens):
-        return "it drew a token that, as it says, a cut had not left"
     if one.get("prompt_token_ids") not in (None, list(ids)):
         return "it continued another prompt than it was given"
     return None

@@ -22,8 +22,8 @@ from grpo_nb.model.adapters import add_adapters, resolve_targets
 from grpo_nb.model.export import save_adapter
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
-from grpo_nb.serving.addresses import PASSING, Address
-from grpo_nb.serving.stand_in import StandIn, open_server, raw_logps, serving
+from grpo_nb.serving.addresses import Address
+from grpo_nb.serving.stand_in import StandIn, raw_logps, serving
 
 
 def moved(model, seed=0, r=2, **others):
@@ -195,7 +195,7 @@ def test_a_token_is_asked_for_beyond_this_machine():
     model = small_model()
     for host in ("0.0.0.0", "::", "192.168.1.7", "example.org"):
         with pytest.raises(ValueError, match="there is no token: give --api-key"):
-            open_server(StandIn(*model), host)
+            serving(StandIn(*model), host).__enter__()
     with serving(StandIn(*model, api_key="secret")) as url:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
             status, answer = ask(url, "/v1/models", headers=headers)
@@ -451,9 +451,9 @@ def test_one_that_leaves_while_it_waits_is_not_drawn_for(start):
     with stand_in.lock:
         data = json.dumps(LONG).encode()
         waits = started(url, head_of(len(data)), data)
-        wait_until(lambda: stand_in.lock.waiting == 1)
+        wait_until(lambda: len(stand_in.wanted) == 1)
         waits.close()
-        wait_until(lambda: stand_in.lock.waiting == 0)
+        wait_until(lambda: not stand_in.wanted)
     assert stand_in.count == 0
 
 
@@ -481,21 +481,6 @@ def test_a_connection_that_is_reset_is_no_traceback(start, capfd):
     assert ask(url, "/v1/completions", {"prompt": [[7]], "max_tokens": 1})[0] == 200
     time.sleep(0.1)
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_waiting_has_a_most_and_an_end(monkeypatch, start):
-    stand_in, url = start()
-    body = {"prompt": [[7]], "max_tokens": 1}
-    with stand_in.lock:
-        monkeypatch.setattr("grpo_nb.serving.stand_in.MOST_WAITING", 0)
-        status, answer = ask(url, "/v1/completions", body)
-        assert status == answer["error"]["code"] == 429 and status in PASSING
-        monkeypatch.setattr("grpo_nb.serving.stand_in.MOST_WAITING", 1)
-        monkeypatch.setattr("grpo_nb.serving.stand_in.WAIT_S", 0.1)
-        status, answer = ask(url, "/v1/completions", body)
-        assert status == 503 and "its turn has not come" in answer["error"]["message"]
-        assert ask(url, "/health")[0] == 200
-    assert ask(url, "/v1/completions", body)[0] == 200
 
 
 def test_a_body_comes_in_time(monkeypatch, start):
