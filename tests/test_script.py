@@ -80,7 +80,7 @@ BAD = [
     (["--reward_funcs", "nowhere:score"], 2, "nowhere cannot be read"),
     (["--dataset_name", "no_such.jsonl"], 2, "dataset_name='no_such.jsonl' has no rows"),
     (["--dataset_name", "grpo_nb.demo:greedy_answers"], 2, "cannot be called as it is"),
-    (["--model_name_or_path", "no/such/model"], 2, "no folder 'no/such/model'"),
+    (["--model_name_or_path", "no/such/model"], 2, "'no/such/model' is no folder"),
     (["--model_name_or_path", "grpo_nb.model.tiny:tiny_gpt"], 2, "nearest is 'tiny_gpt_oss'"),
     (["--load_in_4bit"], 2, "load_in_4bit=True is for a model that is loaded by its name"),
     (["--use_peft"], 2, "lora_target_modules is missing"),
