@@ -4,13 +4,13 @@
 
 # %% auto #0
 __all__ = ['FITS', 'SECRETS', 'OTHER_NAMES', 'ENDINGS', 'OVERRIDING', 'SAME_IN_GENERATION', 'AS_IT_IS', 'WITHOUT_EFFECT',
-           'LOSS_TYPES', 'ONLY_SERVER', 'ONLY_COLOCATE', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON',
-           'IGNORED_BY_REASON', 'REFUSED', 'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL',
-           'SAMPLING', 'NOT_SAMPLED', 'HINTS', 'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside',
-           'types_of', 'Worded', 'Setting', 'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings',
-           'SamplingSettings', 'RewardSettings', 'LossSettings', 'VLLMSettings', 'CorrectionSettings',
-           'OptimizerSettings', 'MemorySettings', 'RunSettings', 'HubSettings', 'by_sentence', 'refuse',
-           'sampling_settings', 'translated', 'held_field', 'default_of', 'Keywords', 'GRPOConfig', 'unlike_trl']
+           'LOSS_TYPES', 'SCHEDULES', 'OPTIMIZERS', 'TRACKERS', 'REFUSED_BY_REASON', 'IGNORED_BY_REASON', 'REFUSED',
+           'IGNORED', 'HELD', 'NEUTRAL', 'ALSO_NEUTRAL', 'ALIASES', 'FROM_TRL', 'SAMPLING', 'NOT_SAMPLED', 'HINTS',
+           'OtherNames', 'HeldSettings', 'DIFFERENT_FROM_TRL', 'setting', 'inside', 'types_of', 'Worded', 'Setting',
+           'unknown', 'all_unknown', 'warn', 'Settings', 'BatchSettings', 'SamplingSettings', 'RewardSettings',
+           'LossSettings', 'VLLMSettings', 'CorrectionSettings', 'OptimizerSettings', 'MemorySettings', 'RunSettings',
+           'HubSettings', 'by_sentence', 'refuse', 'sampling_settings', 'translated', 'held_field', 'default_of',
+           'Keywords', 'GRPOConfig', 'unlike_trl']
 
 # %% ../../nbs/training/01_config.ipynb #49449830
 import difflib
@@ -579,11 +579,6 @@ class LossSettings(Settings):
                 "sync_ref_model=True moves the reference policy, and with beta=0.0 there is "
                 "none: set beta above 0, or leave sync_ref_model out."
             )
-        if self.entropy_coef_min > self.entropy_coef_max:
-            raise ValueError(
-                f"entropy_coef_min is {self.entropy_coef_min} and entropy_coef_max is "
-                f"{self.entropy_coef_max}: the lower bound has to be the smaller one."
-            )
 
     def doubts(self):
         if all(getattr(self, name) == spec.default for name, spec in LossSettings.specs.items()):
@@ -595,12 +590,6 @@ class LossSettings(Settings):
         return check_loss_settings(**{name: getattr(self, name) for name in names} | others)
 
 # %% ../../nbs/training/01_config.ipynb #9dca79aa
-ONLY_SERVER = ("base_url", "host", "port", "api_key")  # of vllm_server_...
-# of vllm_...
-ONLY_COLOCATE = tuple("python gpu_memory_utilization max_model_length".split())
-ONLY_COLOCATE += ("tensor_parallel_size", "model_impl", "enable_sleep_mode")
-
-
 @dataclass(kw_only=True)
 class VLLMSettings(Settings):
     "Whether vLLM draws the completions, and where it runs."
@@ -642,19 +631,6 @@ class VLLMSettings(Settings):
         host = {"0.0.0.0": "127.0.0.1"}.get(self.vllm_server_host, self.vllm_server_host)
         given = self.vllm_server_base_url or f"http://{host}:{self.vllm_server_port}"
         return [url.strip() for url in given.split(",") if url.strip()]
-
-    def doubts(self):
-        server = [f"vllm_server_{name}" for name in ONLY_SERVER]
-        others = [f"vllm_{name}" for name in ONLY_COLOCATE]
-        if not self.use_vllm:
-            unread, why = [*server, *others, "vllm_mode"], "use_vllm is False"
-        elif self.vllm_mode == "server":
-            unread, why = others, "the server has been started by somebody else, with its own flags"
-        else:
-            unread, why = server, "with vllm_mode='colocate' the trainer starts a server itself"
-        for name in unread:
-            if getattr(self, name) != self.specs[name].default:
-                yield f"{name} changes nothing: {why}."
 
 # %% ../../nbs/training/01_config.ipynb #96304320
 @dataclass(kw_only=True)

@@ -535,11 +535,6 @@ class Log(TrainerCallback):
         called: Callable | None = None,
     ):
         self.path, self.show = Path(path) if path else None, show
-        if self.path and self.path.is_dir():
-            raise ValueError(
-                f"{self.path} is a folder, and the log of the run is a file of that name: move it "
-                "away, or give another output_dir"
-            )
         self.out, self.called = out, called
         self.history: list[dict[str, Any]] = []
         self.printed = 0

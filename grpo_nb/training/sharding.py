@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['WORDS', 'HONOURED', 'MOST_HANDED_OVER', 'Sharding', 'settings_of', 'asked_in_config', 'asked_by_launcher',
-           'sharding_of', 'check_shardable', 'check_optimizer', 'layers_of', 'PackedViews', 'tensors_of', 'check_alike',
-           'received', 'bring', 'Around', 'frozen_integers', 'shard', 'units', 'WholeWeights', 'ShardedWeights',
-           'gathered_bytes', 'bytes_of', 'held', 'put', 'GatheredEngine']
+           'sharding_of', 'check_shardable', 'check_optimizer', 'layers_of', 'PackedViews', 'tensors_of', 'received',
+           'bring', 'Around', 'frozen_integers', 'shard', 'units', 'WholeWeights', 'ShardedWeights', 'gathered_bytes',
+           'bytes_of', 'held', 'put', 'GatheredEngine']
 
 # %% ../../nbs/training/25_sharding.ipynb #bbd0703c
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -206,21 +205,6 @@ def tensors_of(
     return list(places.values())
 
 
-def check_alike(
-    own: list[tuple[str, torch.Tensor]],  # of this process, by name
-) -> None:  # ValueError; a collective call
-    "Refuse processes whose models differ."
-    mine = [(name, str(t.dtype), tuple(t.shape), t.requires_grad) for name, t in own]
-    told = [mine]
-    torch.distributed.broadcast_object_list(told, 0)
-    for here, there in zip_longest(mine, told[0], fillvalue="nothing"):
-        if here != there:
-            raise ValueError(
-                "the processes of a sharded run (fsdp) have to build the same model: this one has "
-                f"{here}, and the first one {there}"
-            )
-
-
 def received(
     tensor: torch.Tensor,  # its numbers count in the first process alone
     device: str,
@@ -241,7 +225,6 @@ def bring(
 ) -> None:  # ValueError
     "Put the first process's tensors into the modules of all processes."
     found = tensors_of(modules)
-    check_alike([(name, held[name]) for (held, name), *_ in found])
     for (held, name), *others in found:
         tensor = held[name]
         packed = isinstance(tensor, PackedWeight)

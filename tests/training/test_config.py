@@ -595,7 +595,6 @@ def test_reward_weights_are_finite_numbers(weights):
             "set save_strategy='best'",
         ),
         ({"sync_ref_model": True}, "with beta=0.0 there is none"),
-        ({"entropy_coef_min": 0.2, "entropy_coef_max": 0.1}, "the smaller one"),
         ({"generation_kwargs": {"num_beams": 4}}, "'num_beams'"),
         ({"chat_template_kwargs": "{low}"}, "a dict (or its JSON"),
         ({"report_to": ["wandb", "tensorbord"]}, "'tensorboard'"),

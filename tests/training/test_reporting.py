@@ -259,12 +259,6 @@ def test_a_short_run_has_a_figure_too(records):
     assert len(run_figure(records).axes) == 3
 
 
-def test_a_log_that_is_a_folder_is_refused_before_the_run(tmp_path):
-    (tmp_path / "log.jsonl").mkdir()
-    with pytest.raises(ValueError, match="log.jsonl is a folder.*give another output_dir"):
-        Log(tmp_path / "log.jsonl")
-
-
 def test_a_log_on_a_full_disk_says_where():
     with pytest.raises(OSError, match="the disk is full: /dev has .* MiB left"):
         Log("/dev/full", show=False).write({"step": 1})
