@@ -13,7 +13,6 @@ __all__ = ['MODULE_AND_NAME', 'MAX_BYTES', 'LARGEST', 'SET_PDEATHSIG', 'SET_CHIL
 import contextlib
 import ctypes
 import functools
-import importlib
 import inspect
 import itertools
 import json
@@ -21,6 +20,7 @@ import math
 import numbers
 import os
 import pickle
+import pkgutil
 import queue
 import re
 import signal
@@ -152,8 +152,7 @@ def load(
     target: str,  # "module:name"
 ) -> Callable:
     "Import the module of a function, and look the function up."
-    module, _, name = target.partition(":")
-    function = attrgetter(name)(importlib.import_module(module))
+    function = pkgutil.resolve_name(target)
     if not callable(function):
         raise TypeError(f"{target} is {short(function)}, and no function")
     return function

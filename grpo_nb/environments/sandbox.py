@@ -136,20 +136,17 @@ class MemoryGroup:
     ):  # raises OSError, with all that was tried, if none may be made
         refused = []
         for parent, limit_file in self.places(Path(listing), Path(mount)):
-            folder = parent / f"grpo_nb-{os.getpid()}-{os.urandom(4).hex()}"
+            self.folder = parent / f"grpo_nb-{os.getpid()}-{os.urandom(4).hex()}"
             try:
                 self.forget_dead(parent)
-                folder.mkdir()
-                try:
-                    with open(folder / limit_file, "r+") as file:  # made by the kernel, not by us
-                        file.write(str(limit_mb << 20))
-                except OSError:
-                    folder.rmdir()
-                    raise
-                self.folder = folder
+                self.folder.mkdir()
+                with open(self.folder / limit_file, "r+") as file:  # made by the kernel, not by us
+                    file.write(str(limit_mb << 20))
                 return
             except OSError as error:
                 refused.append(f"{parent}: {error.strerror}")
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()
         raise OSError("; ".join(refused) or "this system has no cgroups that limit memory")
 
     @staticmethod

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TILES', 'ARROWS', 'CELL', 'EDGE', 'HEAD', 'tile_svg', 'board_size', 'empty_board', 'corner_of', 'board_parts',
-           'board_svg', 'example_game', 'BoardWidget', 'board_widget', 'PacmanWidget', 'pacman_widget', 'LuckWidget',
-           'luck_widget', 'board_animation']
+           'drawn', 'board_svg', 'example_game', 'BoardWidget', 'board_widget', 'PacmanWidget', 'pacman_widget',
+           'LuckWidget', 'luck_widget', 'board_animation']
 
 # %% ../../nbs/widgets/10_board.ipynb #655a251f
 from collections.abc import Callable
@@ -101,6 +101,19 @@ def board_parts(
     )
 
 
+def drawn(
+    board: Board,  # that gives the size
+    elements: str,  # of SVG
+) -> str:  # an `<svg>` element
+    "Elements as a picture."
+    width, height = board_size(board)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'width="{width}" height="{height}" style="max-width:100%;background:white" '
+        f'font-family="sans-serif">{elements}</svg>'
+    )
+
+
 def board_svg(
     board: Board,
     score: int | None = None,  # None: not shown
@@ -108,13 +121,7 @@ def board_svg(
     note: str = "",  # above the board, at the right
 ) -> str:  # an `<svg>` element
     "Draws a board."
-    width, height = board_size(board)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" style="max-width:100%;background:white" '
-        'font-family="sans-serif">'
-        f"{empty_board(board)}{board_parts(board, score, next_move, note)}</svg>"
-    )
+    return drawn(board, empty_board(board) + board_parts(board, score, next_move, note))
 
 # %% ../../nbs/widgets/10_board.ipynb #cafb2eff
 def example_game() -> GameRecord:
@@ -173,7 +180,7 @@ def board_animation(
     step, tail = max(-(-(len(pictures) - frames // 4) // (frames - frames // 4)), 1), frames // 4
     shown = pictures[:-tail:step] + pictures[-tail:] if len(pictures) > frames else pictures
     shown += shown[-1:] * 10  # a while at the end
-    width, height = board_size(shown[0][0])
+    height = board_size(shown[0][0])[1]
     kinds = {tile for board, *_ in shown for row in board for tile in row if tile}
     defs = f'<g id="empty">{empty_board(shown[0][0])}</g>' + "".join(
         f'<g id="tile{tile}">{tile_svg(tile, 0, 0)}</g>' for tile in sorted(kinds)
@@ -194,9 +201,4 @@ def board_animation(
         f'dur="{len(shown) * seconds:g}s" repeatCount="indefinite" '
         f'values="{";".join(f"0 {-k * height}" for k in range(len(shown)))}"/>'
     )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        f'width="{width}" height="{height}" style="max-width:100%;background:white" '
-        'font-family="sans-serif">'
-        f"<defs>{defs}</defs><g>{pull}{film}</g></svg>"
-    )
+    return drawn(shown[0][0], f"<defs>{defs}</defs><g>{pull}{film}</g>")

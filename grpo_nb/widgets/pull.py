@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['UP', 'DOWN', 'NEUTRAL', 'BARS', 'DRAWN', 'EXAMPLE', 'PAPER', 'BOX', 'COLOURED', 'SHOWN', 'advantages_figure',
            'AdvantagesWidget', 'advantages_widget', 'clipping_curves', 'clipping_figure', 'ClippingWidget',
-           'clipping_widget', 'transcript_of', 'token_html', 'stretch_html', 'transcript_html', 'TranscriptWidget',
+           'clipping_widget', 'transcript_of', 'stretch_html', 'transcript_html', 'TranscriptWidget',
            'transcript_widget']
 
 # %% ../../nbs/widgets/01_pull.ipynb #80981e19
@@ -231,29 +231,16 @@ BOX = (
 )
 
 
-def token_html(token: Sequence) -> str:
-    "A token with its numbers behind it."
-    text, _, policy, sampler = token
-    ink, line = PAPER[sampler is not None][1], "dotted" if sampler is None else "solid"
-    title = "not drawn"
-    if sampler is not None:
-        ratio = math.exp(policy - sampler)
-        title = f"log-prob {policy:.2f}, the sampler's {sampler:.2f}, ratio {ratio:.2f}"
-    return (
-        f'<span title="{title}" style="border-bottom:2px {line} {ink};margin-right:3px">'
-        f"{escape(text)}</span>"
-    )
-
-
 def stretch_html(tokens: Sequence[Sequence], advantage: float) -> str:  # of one owner
     "Neighbours with one owner, as a box with a label."
     drawn = tokens[0][3] is not None
     (paper, ink), line = PAPER[drawn], "solid" if drawn else "dotted"
     note = f"in the loss, advantage {advantage:+.2f}" if drawn else "read, not in the loss"
+    words = escape("".join(token[0] for token in tokens))
     return (
         f'<div style="{BOX};background:{paper};border-left:4px {line} {ink}">'
         f'<div style="color:{ink};font:12px sans-serif">{escape(tokens[0][1])}: {note}</div>'
-        f'<code style="background:none;color:#222">{"".join(map(token_html, tokens))}</code></div>'
+        f'<code style="background:none;color:#222">{words}</code></div>'
     )
 
 
