@@ -72,16 +72,21 @@ def compiled_for(
     args: tuple,
     constants: dict[str, Any],
 ) -> tuple:  # the same for launches that need no second compilation
-    "What a kernel is compiled for: formats and alignment of tensors, numbers, constants."
+    "What a kernel is compiled for: formats and alignment of tensors and numbers, constants."
+    said = kernel.fn.__annotations__
 
-    def kind(x):
+    def kind(name, x):
         if isinstance(x, tuple):
-            return tuple(map(kind, x))
+            return tuple(kind(name, one) for one in x)
         if hasattr(x, "data_ptr"):
             return x.dtype, x.data_ptr() % 16 == 0
-        return x if isinstance(x, int) else type(x)
+        if not isinstance(x, int):
+            return type(x)
+        if "constexpr" in str(said.get(name)):
+            return x
+        return type(x), x == 1, x % 16 == 0, x.bit_length() > 31  # as Triton tells them apart
 
-    return id(kernel), *map(kind, args), repr(constants)
+    return id(kernel), *map(kind, kernel.arg_names, args), repr(constants)
 
 # %% ../../nbs/kernels/03_compile_together.ipynb #854ec42e
 @contextmanager

@@ -9,8 +9,8 @@ __all__ = ['GiB', 'MODELS', 'RECURRENT', 'FORMATS', 'STATES', 'OWN_FORMAT', 'IN_
            'released_shape', 'weight_bits', 'weight_bytes', 'state_bytes', 'update_bytes', 'trained_tensors',
            'lora_parameters', 'gathered_bytes', 'kv_bytes', 'Computation', 'attention_work', 'attention_kept',
            'attention_peak', 'attention_scratch', 'mlp_kept', 'mlp_peak', 'layer_inputs', 'keeps_results',
-           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'rollout_bytes', 'picture_bytes',
-           'unpack_bytes']
+           'attention_results', 'head_bytes', 'row_bytes', 'step_bytes', 'drawn_directly', 'rollout_bytes',
+           'picture_bytes', 'unpack_bytes']
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #0c7d0708
 import json
@@ -698,7 +698,8 @@ class Computation:
     # tokens in a slice of the experts or the MLP; gate and up are computed again for each slice.
     # None, or one slice of an MLP: all tokens at once, nothing computed again
     slice_tokens: int | None = None
-    # the experts' activation by a kernel; False: by torch, some pairs at a time
+    # activations, and a dense model's norms, by kernels; False: by torch, experts' activation some
+    # pairs at a time
     fused: bool = True
     # norms and adapters of a gpt-oss are fused into one pass each, as by load_model on a GPU
     one_pass: bool = True
@@ -752,8 +753,10 @@ def _query_and_key(shape, element):
 
 
 def _one_pass(shape, how):
-    "Whether norms and adapters are fused; a fused norm keeps the residual stream, no copy."
-    return how.one_pass and shape.sinks and how.implementation == "ours"
+    "Whether norms are fused: of gpt-oss with its adapters, of dense models with the gate."
+    plain = how.element == 4 or how.autocast or how.all_weights
+    dense = not (plain or shape.experts or shape.joined or shape.norms > 2)
+    return (how.one_pass if shape.sinks else how.fused and dense) and how.implementation == "ours"
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #4f559529
 def _normalised(shape, how):
@@ -771,15 +774,14 @@ def _beside_attention(shape, how):
     "Bytes per token: (kept by attention's norm, kept by its adapters and joined matrices)."
     H, (q, k) = shape.hidden * how.element, _query_and_key(shape, how.element)
     narrow, one_pass = how.element < 4, _one_pass(shape, how)
-    norm = (4 * shape.hidden if narrow and not one_pass else 0) + shape.qk_norm * 4 * (
-        shape.heads + shape.kv_heads
-    ) * shape.head_dim
+    norm = 4 * shape.hidden if narrow and not one_pass else 0
+    heads = shape.qk_norm * (shape.heads + shape.kv_heads) * shape.head_dim
+    norm += heads * (how.element if one_pass else 4)
     own = narrow and (  # a copy for each adapter
         how.implementation == "transformers" or shape.experts and not one_pass
     )
     adapters = (3 * H + q if own else H) if "attention" in how.targets else 0
     if how.all_weights:
-        heads = shape.qk_norm * (shape.heads + shape.kv_heads) * shape.head_dim
         norm += _normalised(shape, how) * (shape.hidden + heads)
     if how.autocast:  # the norm reads the stream itself; each product has its own copy
         norm, adapters = norm - 4 * shape.hidden, 3 * H
@@ -872,6 +874,13 @@ def _computed_again(shape, how, tokens, checkpointed):
     return _in_slices(how, tokens) or bool(lean and checkpointed)
 
 
+def _mlp_norm(shape, how):
+    "Bytes per token that the norm before the MLP keeps: a wide copy, or the stream itself."
+    if _one_pass(shape, how):
+        return how.stream * shape.hidden
+    return 4 * shape.hidden if how.element < 4 else 0
+
+
 def mlp_kept(
     shape: ModelShape,
     how: Computation,
@@ -882,9 +891,7 @@ def mlp_kept(
     H, inner = shape.hidden * how.element, shape.intermediate * how.element
     K = shape.experts_per_token
     theirs, adapters = how.implementation == "transformers", "mlp" in how.targets
-    norm = 4 * shape.hidden if how.element < 4 else 0
-    if _one_pass(shape, how):
-        norm = how.stream * shape.hidden  # no copy: the stream itself
+    norm, one_pass = _mlp_norm(shape, how), _one_pass(shape, how)
     if how.all_weights and not how.autocast:
         norm += _normalised(shape, how) * shape.hidden
     norm += _behind(shape, how)
@@ -894,14 +901,15 @@ def mlp_kept(
     if recompute:
         return norm + H
     copies = 2 * H if how.element < 4 and theirs or how.autocast else H
-    return norm + copies * adapters + (3 + adapters) * inner
+    # gate, its activation (fused: computed again), up, and their product
+    return norm + copies * adapters + (3 - one_pass + adapters) * inner
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #ca40133d
 def _dense_peak(shape, how, tokens):
     "Bytes of a dense MLP while its gradients are computed, kept tensors included."
     H, inner = shape.hidden * how.element, shape.intermediate * how.element
     n = min(tokens, how.slice_tokens or tokens)
-    sliced, norm = _in_slices(how, tokens), 4 * shape.hidden if how.element < 4 else 0
+    sliced, norm = _in_slices(how, tokens), _mlp_norm(shape, how)
     # what a slice would keep; the gradients of all slices' inputs
     again = n * (mlp_kept(shape, how) - norm) + tokens * H if sliced else 0
     casts = how.element < 4 and how.implementation == "transformers"
@@ -909,7 +917,7 @@ def _dense_peak(shape, how, tokens):
     gradients = inner + 4 * shape.intermediate if casts else (3 - ("mlp" in how.targets)) * inner
     return max(
         tokens * mlp_kept(shape, how, sliced) + again + n * (gradients + shape.joined * inner),
-        tokens * (norm + NORM_ROWS * 4 * shape.hidden),
+        tokens * (norm + NORM_ROWS * 4 * shape.hidden * (not _one_pass(shape, how))),
     )  # joined: the gradients of gate and up are concatenated
 
 
@@ -1039,7 +1047,7 @@ def _inputs_without_checkpointing(shape, how):
     "Bytes that all layers together keep of the residual stream, for each number in it."
     if how.element == 4 or how.autocast:
         return 2 * shape.layers * how.stream
-    return how.element * (shape.layers if how.one_pass and shape.sinks else 1)
+    return how.element * (shape.layers if _one_pass(shape, how) else 1)
 
 
 def _kept_by_a_layer(shape, how, tokens, length):
@@ -1106,6 +1114,12 @@ def step_bytes(
     }
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #8bd00d22
+def drawn_directly(shape: ModelShape) -> bool:
+    "Whether the decoder reads a model's own tensors, as it does gpt-oss' and most dense ones'."
+    modules = shape.experts or shape.towers or shape.counted or 0 in shape.windows
+    return shape.sinks or not modules
+
+
 def rollout_bytes(
     shape: ModelShape,
     rows: int,  # completions drawn at the same time
@@ -1115,7 +1129,7 @@ def rollout_bytes(
     element: int = 2,  # bytes a number
 ) -> dict[str, int]:  # part -> bytes
     "Bytes that drawing completions adds to the model's weights, by part."
-    direct = shape.sinks  # gpt-oss has the direct decoder; others run through their modules
+    direct = drawn_directly(shape)
     H, inner, K = shape.hidden * element, shape.intermediate * element, shape.experts_per_token
     read, behind = -(-rows // group) * prompt, 0
     if direct:

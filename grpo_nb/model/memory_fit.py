@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
-           'ALL', 'TRAINABLE', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes', 'Ways',
-           'StepSizes', 'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held', 'vllm_weights',
-           'held', 'read_whole', 'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training', 'casts',
-           'with_gradients', 'all_gradients', 'hidden_on_host', 'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest',
-           'rollout_that_fits', 'with_slices', 'possible_slices', 'fit', 'usual_prompt', 'split_context',
-           'with_context', 'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back', 'free_memory',
-           'Rates', 'pairs', 'drawing_work', 'training_work', 'step_seconds']
+           'ALL', 'TRAINABLE', 'LARGE_CARDS', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes',
+           'Ways', 'StepSizes', 'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held',
+           'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing', 'reading_pictures', 'computation',
+           'training', 'unpacked_to_record', 'casts', 'with_gradients', 'all_gradients', 'hidden_on_host',
+           'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
+           'possible_slices', 'fit', 'usual_prompt', 'split_context', 'with_context', 'longest_context', 'rank_flag',
+           'serving', 'served_together', 'keep_back', 'free_memory', 'Rates', 'pairs', 'drawing_work', 'training_work',
+           'step_seconds']
 
 # %% ../../nbs/model/22_memory_fit.ipynb #3a6e9f79
 import difflib
@@ -507,6 +508,20 @@ def training(
     return moments
 
 
+LARGE_CARDS = (8, 0), (9, 0), (10, 0)  # whose layers are recorded: A100, H100, B200
+
+
+def unpacked_to_record(step: Step) -> int:  # bytes
+    """What a layer takes more where it is recorded, as short ones of large cards are: all experts
+    in MXFP4 are unpacked at once, so that nothing waits for the card."""
+    short = step.tokens[0] <= limits.RECORDED_TOKENS and step.capability in LARGE_CARDS
+    kept = not step.gradient_checkpointing or step.offload_activations or step.shards > 1
+    if not short or kept or "mxfp4" not in step.weights or step.implementation != "ours":
+        return 0
+    all_experts = 3 * step.shape.experts * step.shape.hidden * step.shape.intermediate
+    return all_experts * step.element - unpack_bytes(step.shape, step.weights, step.element)
+
+
 def casts(
     step: Step,
     layers: int,  # whose copies are there at the same time
@@ -705,8 +720,12 @@ def with_slices(
     fixed |= {"adapters": 0, "copies": there.copies_in_training + computing}
     if step.sampler == "vllm":
         fixed |= drawing(step, rows)
-    passes = with_gradients(step, slice_tokens).items()
-    moments = {moment: with_rest(parts, fixed) for moment, parts in passes}
+    passes = with_gradients(step, slice_tokens)
+    if more := unpacked_to_record(step):
+        wide = passes["layer"] | {"mlp": passes["layer"]["mlp"] + more}
+        if sum(with_rest(wide, fixed).values()) <= room:  # else nothing is recorded
+            passes["layer"] = wide
+    moments = {moment: with_rest(parts, fixed) for moment, parts in passes.items()}
     host = {
         "process": HOST_PROCESS,
         "embedding": there.embedding,

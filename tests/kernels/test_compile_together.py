@@ -138,7 +138,7 @@ def test_what_is_listed_is_compiled_once(monkeypatch):
     asked, modes = [], []
 
     class Kernel:
-        fn = SimpleNamespace(__name__="kernel")
+        fn, arg_names = SimpleNamespace(__name__="kernel", __annotations__={}), "xyz"
 
         def run(self, *args, grid, warmup, **constants):
             asked.append((args, warmup, constants, modes[-1].active))
@@ -310,6 +310,8 @@ def test_what_is_compiled_early_is_waited_for(monkeypatch):
 class Launched:
     "A kernel that is compiled before anybody asks."
 
+    fn, arg_names = lambda number: number, ["number"]
+
     def run(self, *args, grid, warmup, **constants):
         pass
 
@@ -365,6 +367,37 @@ def test_a_backward_pass_is_noted_in_the_same_thread():
     before = [t.clone() for t in tensors]
     assert compile_together(lambda: Launches.apply(x).sum().backward()) == 0
     assert seen == [threading.get_ident()] and all(map(torch.equal, tensors, before))
+
+
+def test_numbers_are_told_apart_as_triton_does():
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    specialize = getattr(triton.runtime.jit, "native_specialize_impl", None)
+    if specialize is None:
+        pytest.skip("this Triton does it in Python")
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    kernel = SimpleNamespace(fn=lambda x: x, arg_names=["x"])
+    numbers = 0, 1, 2, 7, 16, 17, 4096, 2**31 - 1, 2**31, 2**31 + 1, -1, -16, True, False
+    for one in numbers:
+        for other in numbers:
+            theirs = [specialize(backend, x, False, True, True) for x in (one, other)]
+            ours = [module.compiled_for(kernel, (x,), {}) for x in (one, other)]
+            assert theirs[0] == theirs[1] or ours[0] != ours[1], (one, other)
+    assert len({module.compiled_for(kernel, (n,), {}) for n in (16, 4096, 2**20)}) == 1
+
+
+def test_parts_of_a_long_prompt_hold_the_tensors_of_one():
+    "Each is read behind a longer copy of the cache, by the same kernel."
+    from grpo_nb.model import attention_kernel as attention
+
+    q, keys = torch.zeros(1, 4, 32, 32), [torch.zeros(1, 2, n, 32) for n in (32, 64, 4096, 33)]
+    with noted_launches() as noted:
+        for k in keys:
+            attention.forward(q, k, k, None, None, k.shape[2] - 32, attention.NO_WINDOW, 1.0)
+    held = [launch.args[1] for launch in noted]
+    # 32 tokens behind none, behind some, and a number that is no multiple of 16
+    assert [k.shape[2] for k in held] == [32, 33]
 
 
 def test_interpreted_kernels_need_no_compiler():

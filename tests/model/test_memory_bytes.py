@@ -648,7 +648,7 @@ def test_a_step_costs_what_the_meter_says(kind, dtype, targets, checkpointing, r
     )
     predicted = step_bytes(
         shape,
-        Computation(element=dtype.itemsize, targets=targets, **sink),
+        Computation(element=dtype.itemsize, targets=targets, **dict(fused=False) | sink),
         2 * tokens,
         2 * (tokens - tokens // 4),
         tokens,
@@ -697,7 +697,7 @@ def test_slices_and_inputs_on_the_host_cost_what_the_meter_says(
     )
     predicted = step_bytes(
         shape,
-        Computation(element=dtype.itemsize, targets=targets, slice_tokens=tile),
+        Computation(element=dtype.itemsize, targets=targets, slice_tokens=tile, fused=False),
         512,
         384,
         256,
@@ -724,7 +724,9 @@ def test_the_usual_step_costs_what_the_meter_says(targets, sizes):
         implementation="transformers",
     )
     usual, ours = (
-        step_bytes(shape, Computation(targets=targets, implementation=name), 512, 384, 256)
+        step_bytes(
+            shape, Computation(targets=targets, implementation=name, fused=False), 512, 384, 256
+        )
         for name in ("transformers", "ours")
     )
     assert sum(usual["layer"].values()) == pytest.approx(measured, rel=0.1) and sum(

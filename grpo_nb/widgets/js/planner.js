@@ -365,7 +365,11 @@ const perToken = (shape, element) => [
   shape.kv_heads * shape.head_dim * element,
 ];
 const wideHead = (shape) => floorOf(shape.head_dim + 10, 8) * 8;
-const onePass = (shape, how) => how.one_pass && shape.sinks && how.implementation === "ours";
+function onePass(shape, how) {
+  if (how.implementation !== "ours" || shape.sinks) return how.implementation === "ours" && how.one_pass;
+  const plain = how.element === 4 || how.autocast || how.all_weights;
+  return !(plain || shape.experts || shape.joined || shape.norms > 2);
+}
 const normalised = (shape, how) => (shape.norms > 2 ? 4 : how.stream);
 const behind = (shape, how) =>
   floorOf(shape.norms - 2, 2) * 4 * shape.hidden * (1 + how.all_weights);
@@ -375,7 +379,8 @@ function besideAttention(shape, how) {
   const [q, k] = perToken(shape, how.element);
   const [narrow, one] = [how.element < 4, onePass(shape, how)];
   const both = (shape.heads + shape.kv_heads) * shape.head_dim;
-  let norm = (narrow && !one ? 4 * shape.hidden : 0) + shape.qk_norm * 4 * both;
+  let norm = narrow && !one ? 4 * shape.hidden : 0;
+  norm += shape.qk_norm * both * (one ? how.element : 4);
   const own = narrow && (how.implementation === "transformers" || (shape.experts && !one));
   let adapters = how.targets.includes("attention") ? (own ? 3 * H + q : H) : 0;
   if (how.all_weights) norm += normalised(shape, how) * (shape.hidden + shape.qk_norm * both);
@@ -435,13 +440,15 @@ function computedAgain(shape, how, tokens, checkpointed) {
   return inSlices(how, tokens) || Boolean(lean && checkpointed);
 }
 
+const mlpNorm = (shape, how) =>
+  onePass(shape, how) ? how.stream * shape.hidden : how.element < 4 ? 4 * shape.hidden : 0;
+
 function mlpKept(shape, how, recompute = false) {
   const [H, inner] = [shape.hidden * how.element, shape.intermediate * how.element];
   const K = shape.experts_per_token;
   const theirs = how.implementation === "transformers";
   const adapters = how.targets.includes("mlp");
-  let norm = how.element < 4 ? 4 * shape.hidden : 0;
-  if (onePass(shape, how)) norm = how.stream * shape.hidden;
+  let norm = mlpNorm(shape, how);
   if (how.all_weights && !how.autocast) norm += normalised(shape, how) * shape.hidden;
   norm += behind(shape, how);
   if (shape.experts) {
@@ -449,20 +456,20 @@ function mlpKept(shape, how, recompute = false) {
   }
   if (recompute) return norm + H;
   const copies = (how.element < 4 && theirs) || how.autocast ? 2 * H : H;
-  return norm + copies * adapters + (3 + adapters) * inner;
+  return norm + copies * adapters + (3 - onePass(shape, how) + adapters) * inner;
 }
 
 function densePeak(shape, how, tokens) {
   const [H, inner] = [shape.hidden * how.element, shape.intermediate * how.element];
   const [n, sliced] = [sliceOf(how, tokens), inSlices(how, tokens)];
-  const norm = how.element < 4 ? 4 * shape.hidden : 0;
+  const norm = mlpNorm(shape, how);
   const again = sliced ? n * (mlpKept(shape, how) - norm) + tokens * H : 0;
   const casts = how.element < 4 && how.implementation === "transformers";
   const adapters = how.targets.includes("mlp");
   const gradients = casts ? inner + 4 * shape.intermediate : (3 - adapters) * inner;
   return Math.max(
     tokens * mlpKept(shape, how, sliced) + again + n * (gradients + shape.joined * inner),
-    tokens * (norm + CONSTANTS.NORM_ROWS * 4 * shape.hidden),
+    tokens * (norm + CONSTANTS.NORM_ROWS * 4 * shape.hidden * !onePass(shape, how)),
   );
 }
 
@@ -526,7 +533,7 @@ function streamRows(shape, how) {
 
 function inputsWithoutCheckpointing(shape, how) {
   if (how.element === 4 || how.autocast) return 2 * shape.layers * how.stream;
-  return how.element * (how.one_pass && shape.sinks ? shape.layers : 1);
+  return how.element * (onePass(shape, how) ? shape.layers : 1);
 }
 
 function keptByALayer(shape, how, tokens, length) {
@@ -575,11 +582,16 @@ function stepBytes(shape, how, step) {
 
 // ---------------------------------------------------------------- drawing
 
+/** `drawn_directly`: whether the decoder reads the model's own tensors. */
+const drawnDirectly = (s) =>
+  s.sinks || !(s.experts || s.towers || s.counted.length || s.windows.includes(0));
+
 function rolloutBytes(shape, rows, step) {
   const { element, context, prompt_length: prompt, num_generations: group } = step;
   const [H, inner] = [shape.hidden * element, shape.intermediate * element];
   let [read, behind] = [ceilOf(rows, group) * prompt, 0];
-  if (shape.sinks) {
+  const paged = drawnDirectly(shape);
+  if (paged) {
     read = Math.min(read, limits.PREFILL_TOKENS);
     if (prompt > read) {
       behind = kvBytes(shape, 1, prompt, element);
@@ -592,7 +604,7 @@ function rolloutBytes(shape, rows, step) {
     mlp = together * shape.experts_per_token * (3 * inner + H) + read * 8 * shape.hidden;
   }
   return {
-    kv: kvBytes(shape, rows, context, element, { prompt, group, paged: shape.sinks }),
+    kv: kvBytes(shape, rows, context, element, { prompt, group, paged }),
     hidden: read * 3 * H,
     attention: read * 3 * add(perToken(shape, element)) + behind,
     mlp,
@@ -831,6 +843,18 @@ function training(step, sliceTokens) {
   return { head, layer, reading: { pictures: most } };
 }
 
+/** `unpacked_to_record`: what a recorded layer's experts take more. */
+function unpackedToRecord(step, capability) {
+  const { shape, element } = step;
+  const large = CONSTANTS.LARGE_CARDS.some((one) => one.join() === capability.join());
+  const kept = !step.gradient_checkpointing || step.offload_activations;
+  const short = step.tokens[0] <= limits.RECORDED_TOKENS;
+  const ours = step.implementation === "ours" && isMxfp4(step.weights);
+  if (!large || !short || kept || !ours) return 0;
+  const all = 3 * shape.experts * shape.hidden * shape.intermediate * element;
+  return all - unpackBytes(shape, step.weights, element, true);
+}
+
 function casts(step, layers, head = false) {
   if (!step.cast) return 0;
   const { shape } = step;
@@ -949,9 +973,14 @@ export function planOf(setup) {
   const drawn = step.sampler === "vllm" ? drawing(step, rows) : {};
   const copies = there.reference + there.sampler - there.asleep;
   const fixed = { weights: addUp(there.weights), ...drawn, copies };
-  let sliceTokens, moments;
+  let sliceTokens, moments, recorded;
   for (sliceTokens of possibleSlices(step)) {
-    moments = mapped(withGradients(step, sliceTokens), (parts) => withRest(parts, fixed));
+    const passes = withGradients(step, sliceTokens);
+    recorded = unpackedToRecord(step, setup.card.capability);
+    const wide = { ...passes.layer, mlp: (passes.layer.mlp ?? 0) + recorded };
+    if (recorded && addUp(withRest(wide, fixed)) <= room) passes.layer = wide;
+    else recorded = 0;
+    moments = mapped(passes, (parts) => withRest(parts, fixed));
     if (Math.max(addUp(moments.head), addUp(moments.layer)) <= room) break;
   }
   moments = { rollout, ...moments };
@@ -967,6 +996,7 @@ export function planOf(setup) {
     peak,
     worst: Object.keys(totals).find((moment) => totals[moment] === peak),
     fits: peak <= room,
+    recorded,
     host: {
       process: CONSTANTS.HOST_PROCESS,
       embedding: there.embedding,
@@ -1224,7 +1254,7 @@ const OF_PART = {
   },
   kv({ step, plan }) {
     const element = step.sampler === "engine" ? step.element : 2;
-    const paged = step.shape.sinks || step.sampler !== "engine";
+    const paged = drawnDirectly(step.shape) || step.sampler !== "engine";
     const token = 2 * step.shape.kv_heads * step.shape.head_dim * element;
     const full = (step.shape.windows.length ? step.shape.windows : Array(step.shape.layers).fill(null))
       .filter((window) => (paged ? window === null : window !== 0)).length;
@@ -1289,7 +1319,7 @@ const OF_PART = {
   attention({ step, moment, plan }) {
     const { shape, tokens: [tokens] } = step;
     if (moment === "rollout") {
-      const long = shape.sinks && step.prompt_length > limits.PREFILL_TOKENS;
+      const long = drawnDirectly(shape) && step.prompt_length > limits.PREFILL_TOKENS;
       const words = "prompts being read: tokens × 3 × (queries + keys) × bytes";
       return [[words + (long ? ", and copies of the keys and values before them" : ""), Infinity]];
     }
@@ -1303,7 +1333,8 @@ const OF_PART = {
   },
   mlp({ step, moment, plan }) {
     const [{ shape, tokens: [tokens] }, all] = [step, plan.moments[moment].mlp];
-    const dense = unpackBytes(shape, step.weights, step.element, !step.old);
+    const recorded = moment === "layer" ? plan.recorded : 0;
+    const dense = recorded + unpackBytes(shape, step.weights, step.element, !step.old);
     const unpacked = [
       `weights unpacked from ${step.weights === "fp8" ? 8 : 4} bits, as long as they are multiplied`,
       dense,

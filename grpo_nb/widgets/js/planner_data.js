@@ -16,10 +16,11 @@ export const CONSTANTS = {
   "HOST_PROCESS": 3221225472,
   "PARTS": {"weights": "weights", "copies": "second copies of the weights", "adapters": "adapters, gradients, optimizer", "kv": "keys and values", "pictures": "pictures and what reads them", "hidden": "layer inputs, hidden states", "attention": "attention of a layer", "mlp": "experts or MLP of a layer", "logits": "logits", "context": "CUDA, libraries, gaps"},
   "ALL": 1099511627776,
+  "LARGE_CARDS": [[8, 0], [9, 0], [10, 0]],
   "LEAST_SAVING": 67108864,
   "LEAST_CONTEXT": 1024,
   "STATES": [["ademamix_8bit", 3], ["lion_8bit", 1], ["8bit", 2], ["4bit", 1], ["ademamix", 12], ["lion", 4], ["rmsprop", 4], ["adagrad", 4], ["adafactor", 0], ["sgd", 0]],
-  "limits": {"PART_BYTES": 67108864, "GRADIENT_BYTES": 268435456, "KEPT_FROM": 8192, "UNPACKED": 536870912, "ROWS_OF_ONE": 1024, "PAIRS_BACKWARD": 12288, "SLICES": [16384, 8192, 4096, 2048, 1024, 512], "PREFILL_TOKENS": 16384, "ROWS_PER_CHUNK": 1024, "PAGE": 128, "MOST_DRAWN_TOGETHER": 512, "LARGEST_HEAD": 256, "SHORTEST_CUDNN": 4096},
+  "limits": {"PART_BYTES": 67108864, "GRADIENT_BYTES": 268435456, "KEPT_FROM": 8192, "UNPACKED": 536870912, "ROWS_OF_ONE": 1024, "PAIRS_BACKWARD": 12288, "SLICES": [16384, 8192, 4096, 2048, 1024, 512], "PREFILL_TOKENS": 16384, "ROWS_PER_CHUNK": 1024, "PAGE": 128, "MOST_DRAWN_TOGETHER": 512, "LARGEST_HEAD": 256, "SHORTEST_CUDNN": 4096, "RECORDED_TOKENS": 4096},
   "SITE": "https://grpo-nb.github.io/grpo_nb/nbs/widgets/06_memory.html",
 };
 export const CARDS = {
