@@ -137,6 +137,8 @@ THOUGHT = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
         (parse_hermes, f"so\n{HERMES}\n{HERMES}", "so", [CALL, CALL]),
         (parse_hermes, f"<think>{HERMES}</think>42", "42", []),
         (parse_hermes, '<tool_call>{"name": "now"}</tool_call>', "", [as_call("now", {})]),
+        (parse_hermes, "<tool_call>[times(a=6, b = 7)]</tool_call>", "", [CALL]),
+        (parse_hermes, "<tool_call>call:times{a:6,b:7}</tool_call>", "", [CALL]),
         (parse_llama, '{"name": "times", "parameters": {"a": 6, "b": 7}}<|eot_id|>', "", [CALL]),
         (parse_llama, '{"answer": 42}', '{"answer": 42}', []),
         (parse_llama, "42", "42", []),
@@ -152,7 +154,14 @@ def test_what_the_parsers_read(parse, text, content, calls):
     assert message.get("thinking", "hm" if parse is parse_harmony else None) in ("hm", None)
 
 
+LISTED = "<tool_call>[times(a=6, b=7)]</tool_call>"
 BROKEN = [
+    (parse_hermes, LISTED.replace("6", "times(a=1, b=2)")),
+    (parse_hermes, LISTED.replace("a=6", "6")),
+    (parse_hermes, LISTED.replace(")]", "]")),
+    (parse_hermes, LISTED.replace("6", "'6")),
+    (parse_hermes, "<tool_call>call:times[6]</tool_call>"),
+    (parse_hermes, "<tool_call>call:times{a=6}</tool_call>"),
     (parse_hermes, "<tool_call>{</tool_call>"),
     (parse_hermes, HERMES[:-4]),
     (parse_hermes, "<tool_call>[1]</tool_call>"),
@@ -180,7 +189,9 @@ def test_a_broken_call_is_an_error_of_the_parser_and_an_answer_of_the_loop(parse
 
 
 @pytest.mark.parametrize("parse", [parse_hermes, parse_llama, parse_harmony])
-@pytest.mark.parametrize("piece", ["<tool_call>", '{"name":', "[", "<|start|>", "to=", "</think>"])
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>", '{"name":', "[", "<|start|>", "to=", "</think>", '"\\']
+)
 def test_parsers_take_time_in_proportion_to_the_text(parse, piece):
     began = time.perf_counter()
     with suppress(ValueError, RecursionError):
@@ -374,8 +385,7 @@ def test_types_are_those_of_transformers(kinds):
 @settings(max_examples=100, deadline=None)
 def test_values_are_read_as_json_and_python_write_them(value):
     for text in (json.dumps(value), repr(value)):
-        reader = turns.Reader(text)
-        assert reader.whole(reader.value) == value
+        assert json.loads(turns.as_json(text)) == value
 
 
 # what the template adds
