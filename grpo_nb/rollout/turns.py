@@ -626,7 +626,7 @@ class CallsOfOne:
         wake: Callable[[], object] = lambda: None,  # called when one may have been the last to end
     ):
         self.calls, self.tools, self.loop, self.wake = calls, tools, loop, wake
-        self.answers: list = [None] * len(calls)  # a value, an exception, or None: not called yet
+        self.answers: list[Future | None] = [None] * len(calls)  # None: not called yet
         self.began = math.inf  # when the last tool was called
         self.deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self.words = f"no answer after {timeout_s} seconds"
@@ -648,13 +648,13 @@ class CallsOfOne:
             while waiting and (self.thread is not None or i + 1 == len(self.calls)):
                 place, answer = waiting.pop(0)
                 future = asyncio.run_coroutine_threadsafe(awaited(answer), self.loop)
-                self.answers[place] = ("value", future)
+                self.answers[place] = future
                 future.add_done_callback(lambda _: self.wake())
         self.wake()
 
     def begin(self, i: int, name: str, arguments: dict) -> Any:  # None, or what is to be awaited
         "Call a tool, with gradients as a plain program has them."
-        self.began = time.monotonic()
+        self.began, called = time.monotonic(), Future()
         try:
             if name not in self.tools:
                 raise ValueError(f"Tool {name} not found.")
@@ -662,12 +662,13 @@ class CallsOfOne:
                 answer = self.tools[name](**arguments)
             if inspect.isawaitable(answer):
                 return answer
-            self.answers[i] = ("value", answer)
+            called.set_result(answer)
         except KeyboardInterrupt:  # the main thread alone gets it
             raise
         except BaseException as error:
             # its frames would hold what the turn was drawn from
-            self.answers[i] = ("error", error.with_traceback(None))
+            called.set_exception(error.with_traceback(None))
+        self.answers[i] = called
 
     @property
     def under_way(self) -> list[str]:
@@ -675,7 +676,7 @@ class CallsOfOne:
         return [
             call["function"]["name"]
             for call, answer in zip(self.calls, self.answers)
-            if answer is None or (isinstance(answer[1], Future) and not answer[1].done())
+            if answer is None or not answer.done()
         ]
 
     @property
@@ -696,20 +697,13 @@ class CallsOfOne:
         "What came of a call, as the content of a message."
         if self.answers[i] is None:  # else the thread may wait for whoever asks, to wake it
             self.thread.join(self.seconds_left())
-        late = self.answers[i] is None
-        kind, value = self.answers[i] or ("error", TimeoutError(self.words))
-        if isinstance(value, Future):
-            try:
-                value = value.result(self.seconds_left())
-            except BaseException as error:
-                late = value.cancel()
-                kind, value = "error", TimeoutError(self.words) if late else error
-        if kind == "value":
-            try:
-                return content_of(value), False, late
-            except Exception as error:  # a tool may answer with anything
-                value = error
-        return str({"error": str(value)}), True, late
+        called = self.answers[i] or Future()
+        try:
+            return content_of(called.result(self.seconds_left())), False, False
+        except BaseException as error:  # a tool may answer with anything
+            late = called.cancel()
+            said = self.words if late else str(error)
+        return str({"error": said}), True, late
 
     def replies(self) -> list[tuple[dict, bool, bool]]:
         "Of each call a message, whether it is an error, and whether it is late; it waits for them."
