@@ -104,6 +104,7 @@ _UNPACK = gl.constexpr(_unpack_ptx())
 _REGISTERS = gl.constexpr(
     ",".join(["=&r"] * 8 + ["r"] * 4)
 )  # & : written before the last input is read
+_EIGHT = gl.constexpr((gl.bfloat16,) * 8)
 _WARPS = gl.constexpr(WARPS)
 
 # %% ../../nbs/rollout/12_expert_kernel.ipynb #3144dc65
@@ -119,16 +120,7 @@ def _unpack_words(words, codes, N: gl.constexpr):
         _UNPACK,
         _REGISTERS,
         [words, factor],
-        dtype=(
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-            gl.bfloat16,
-        ),
+        dtype=_EIGHT,
         is_pure=True,
         pack=2,
     )
@@ -241,12 +233,8 @@ def _experts_kernel(
     # rows (., K); words (E, N, K/8) and scales (E, N, K/32) of them; biases (E, N); LoRA: x A (P,
     # R) and B (E, R, N); result (P, N or N/2)
     out,
-    item_expert,
-    item_start,
-    item_end,
-    ue,
-    ur,
-    un,  # the tiles; strides of B
+    items,  # the tiles
+    strides,  # of B
     scale,
     alpha,
     limit,  # of LoRA; of the activation
@@ -266,11 +254,8 @@ def _experts_kernel(
     routing weight, on the way out."""
     item = gl.program_id(1)
     dtype: gl.constexpr = x.dtype.element_ty
-    e, first, last = (
-        gl.load(item_expert + item).to(gl.int64),
-        gl.load(item_start + item),
-        gl.load(item_end + item),
-    )
+    e = gl.load(items[0] + item).to(gl.int64)
+    first, last = gl.load(items[1] + item), gl.load(items[2] + item)
     if e >= 0:
         n0 = gl.program_id(0) * COLUMNS
         source = gl.minimum(
@@ -290,6 +275,7 @@ def _experts_kernel(
             first + gl.arange(0, ROWS, gl.SliceLayout(0, L)),
         )
         if R > 0:
+            ue, ur, un = strides
             low = gl.zeros((COLUMNS, ROWS), gl.float32, L)
             for r in gl.static_range(R):
                 low += (
@@ -297,12 +283,9 @@ def _experts_kernel(
                     * gl.load(t + m * R + r, mask=m < last, other=0.0)[None, :]
                 )
             y += scale * low
+        added = gl.load(bias + e * N + n).to(gl.float32)[:, None]
         if GATED:
-            y = (
-                (y.to(dtype).to(gl.float32) + gl.load(bias + e * N + n).to(gl.float32)[:, None])
-                .to(dtype)
-                .to(gl.float32)
-            )
+            y = (y.to(dtype).to(gl.float32) + added).to(dtype).to(gl.float32)
             gate, upper = gl.split(y.reshape(COLUMNS // 2, 2, ROWS).permute(0, 2, 1))
             LG: gl.constexpr = gate.type.layout
             ng, mg = (
@@ -318,7 +301,7 @@ def _experts_kernel(
                 mask=(mg < last)[None, :],
             )
         else:
-            y = y.to(dtype).to(gl.float32) + gl.load(bias + e * N + n).to(gl.float32)[:, None]
+            y = y.to(dtype).to(gl.float32) + added
             y *= gl.load(weight_of + m, mask=m < last, other=0.0)[None, :]
             gl.store(
                 out + m.to(gl.int64)[None, :] * N + n[:, None],
@@ -360,8 +343,8 @@ def expert_product(
     E, K, N = weight.shape
     settings = constants(K, N, work.rows, 0 if up is None else up.shape[1], gather, gated)
     words, added = weight.blocks.view(torch.int32), [x if one is None else one for one in (t, up)]
-    tensors = x, work.token, work.weight, words, weight.scales, bias, *added, out, *work.items
-    numbers = *((0, 0, 0) if up is None else up.stride()), scale, alpha, limit
+    tensors = x, work.token, work.weight, words, weight.scales, bias, *added, out, (*work.items,)
+    numbers = (0, 0, 0) if up is None else up.stride(), scale, alpha, limit
     grid = N // settings["COLUMNS"], work.items.shape[1]
     _experts_kernel[grid](*tensors, *numbers, **settings, num_warps=WARPS)
     return out
@@ -370,9 +353,11 @@ def expert_product(
 def _compile_one():
     "Compile the kernel for the present card, without adapters."
     half, whole = torch.bfloat16, torch.int32
-    pointers = half, whole, torch.float32, whole, torch.uint8, *[half] * 4, *[whole] * 3
+    kinds = half, whole, torch.float32, whole, torch.uint8, *[half] * 4
+    pointers = [torch.empty(4, dtype=kind) for kind in kinds]
+    items = (torch.empty(4, dtype=whole),) * 3
     options = constants(32, 32, 8, 0, True, True) | dict(num_warps=WARPS, grid=(1, 1))
-    _experts_kernel.warmup(*pointers, 0, 0, 0, 1.0, 1.0, 1.0, **options)
+    _experts_kernel.warmup(*pointers, items, (0, 0, 0), 1.0, 1.0, 1.0, **options)
 
 
 @cache
