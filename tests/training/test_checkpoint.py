@@ -297,6 +297,16 @@ def test_the_number_of_processes_is_checked(tmp_path):
         small_trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
+def test_between_two_generations_a_batch_may_be_cut_otherwise(tmp_path):
+    small_trainer(tmp_path, **SAVING).train()
+    cut = dict(per_device_train_batch_size=8, max_steps=3)
+    with pytest.raises(ValueError, match="would be lost: completions at a time is 8, and was 16"):
+        small_trainer(tmp_path, **cut).train(resume_from_checkpoint=True)
+    trainer = small_trainer(tmp_path, gradient_accumulation_steps=2, **cut)
+    trainer.train(resume_from_checkpoint=True)
+    assert (trainer.state.global_step, trainer.state.cycle) == (3, 3)
+
+
 def test_rewards_draw_from_a_secret_that_only_the_checkpoint_holds(tmp_path):
     seen = []
 
