@@ -235,18 +235,15 @@ class AdapterRoom(AdapterFiles):
         "What a server answers to as many versions as there will be: vLLM makes room by itself."
         more = [f"{name}-room{number}" for number in range(1, self.max_loras)]
         self.names_given.update(more)
-        body = {"lora_path": str(self.folder / name)}
+        body, route = {"lora_path": str(self.folder / name)}, "/v1/load_lora_adapter"
         try:
-            for one in more:
-                status, answer = address.ask("/v1/load_lora_adapter", {"lora_name": one, **body})
-                if status != 200 and status not in PASSING:
-                    return refusal(status, answer)
+            said = [address.ask(route, {"lora_name": one, **body}) for one in more]
         except NoAnswer:
             return None  # it is away, and a load will say so
         finally:
             for one in more:
                 self.unload(address, one)
-        return None
+        return next((refusal(*one) for one in said if one[0] not in (200, *PASSING)), None)
 
     def started_with(self) -> str:
         "The command that starts a server that can do this."

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['ADAPTER_FILES', 'UNREADABLE', 'READING', 'NEUTRAL', 'MOST_ROWS', 'LEFT', 'LOOK_S', 'GATHER_S', 'GET', 'POST',
            'QUERIES', 'END_S', 'BODY_S', 'CANNOT', 'Refusal', 'check_folder', 'check_below', 'tensors_of',
-           'replace_weights', 'check_tensors', 'check_adapter', 'Adapters', 'part_of', 'sampling_of', 'prompts_of',
-           'check_there', 'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Turns', 'Wanted',
-           'StandInRoutes', 'StandInDraws', 'StandIn', 'is_loopback', 'check_listening', 'HandlerReads', 'Handler',
-           'naming_the_address', 'Server', 'serving']
+           'replace_weights', 'check_tensors', 'check_adapter', 'Adapters', 'sampling_of', 'prompts_of', 'check_there',
+           'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Turns', 'Wanted', 'StandInRoutes',
+           'StandInDraws', 'StandIn', 'is_loopback', 'check_listening', 'HandlerReads', 'Handler', 'Server', 'serving']
 
 # %% ../../nbs/serving/07_stand_in.ipynb #605f53b2
 import errno
@@ -225,17 +224,6 @@ NEUTRAL = """presence_penalty frequency_penalty logit_bias structured_outputs st
 MOST_ROWS = 2**16  # completions of all prompts of a request
 
 
-def part_of(
-    asked: dict[str, Any],  # the JSON of a request
-    name: str,  # of an object in it
-) -> dict[str, Any]:  # empty where it is missing; Refusal
-    "An object in a request."
-    part = asked.get(name)
-    if not isinstance(part, dict | None):
-        raise Refusal(400, f"{name!r} is {part!r}: give a JSON object, or leave it out.")
-    return part or {}
-
-
 def sampling_of(
     asked: dict[str, Any],  # the JSON of a request
     own: tuple[int, ...],  # end-of-sequence tokens of the model
@@ -449,8 +437,6 @@ class StandInRoutes:
     def unload_lora_adapter(self, asked: dict) -> str:
         "Forget an adapter."
         name = asked.get("lora_name")
-        if not isinstance(name, str):
-            raise Refusal(400, f"'lora_name' is {name!r}: give the name of an adapter.")
         with self.lock:
             if name not in self.adapters.folders:
                 raise Refusal(404, f"The lora adapter '{name}' cannot be found.")
@@ -490,7 +476,7 @@ class StandInDraws(StandInRoutes):
 
     def generate(self, asked: dict) -> dict:
         "Draw, and say of each token what it was drawn from; one prompt, and top_k is needed."
-        params = part_of(asked, "sampling_params")
+        params = asked.get("sampling_params") or {}
         if not params.get("top_k"):
             raise Refusal(400, "what is left to draw from is said of requests with top_k.")
         whole = {**params, "prompt": [asked.get("token_ids")], "model": asked.get("model")}
@@ -628,7 +614,7 @@ class StandIn(StandInDraws):
             raise Refusal(404, "this server was started without a folder to read from.")
         if asked.get("method") != "reload_weights":
             raise Refusal(400, f"{asked.get('method')!r} is not done here, reload_weights is.")
-        path = str(part_of(asked, "kwargs").get("weights_path"))
+        path = str((asked.get("kwargs") or {}).get("weights_path"))
         own, model = path == self.name, self.adapters.model
         folder = None if own else check_folder(path, self.lora_dir, "checkpoint", ("config.json",))
         with self.lock:
@@ -811,21 +797,6 @@ CANNOT = {  # number of an error -> what is said of it
     errno.EACCES: "is not for this user: give a port from 1024 on",
 }
 
-
-@contextmanager
-def naming_the_address(host: str, port: int):  # OSError
-    "An error of the block says which address cannot be used, and what to change."
-    try:
-        yield
-    except (socket.gaierror, UnicodeError):
-        raise OSError(
-            f"host is {host!r}, a name that is not known here: give an address of this machine, "
-            "as 127.0.0.1"
-        ) from None
-    except OSError as error:
-        why = CANNOT.get(error.errno, f"cannot be used: {error}")
-        raise OSError(f"port {port} at {host} {why}") from None
-
 # %% ../../nbs/serving/07_stand_in.ipynb #b241ef1e
 class Server(ThreadingHTTPServer):
     "A thread for each connection; none keeps the program alive."
@@ -840,8 +811,16 @@ class Server(ThreadingHTTPServer):
         self.turns, self.ending, self.cut = None, False, False  # cut: something was computed
         self.host, self.address_family = host, socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler, bind_and_activate=False)
-        with naming_the_address(host, port):
+        try:
             self.server_bind()
+        except (socket.gaierror, UnicodeError):
+            raise OSError(
+                f"host is {host!r}, a name that is not known here: give an address of this "
+                "machine, as 127.0.0.1"
+            ) from None
+        except OSError as error:
+            why = CANNOT.get(error.errno, f"cannot be used: {error}")
+            raise OSError(f"port {port} at {host} {why}") from None
 
     def listen(self, stand_in: StandIn) -> None:  # OSError
         "Let requests in, for this one."

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -240,10 +241,8 @@ class ProcessSampler(CopySampler):
         process.kill()
         code = process.wait()
         for pipe in (process.stdin, process.stdout):
-            try:
+            with suppress(OSError):  # a task was not written to its end
                 pipe.close()
-            except OSError:  # a task was not written to its end
-                pass
         return code if died is None else died
 
     def close(self) -> None:
