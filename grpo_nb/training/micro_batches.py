@@ -14,6 +14,7 @@ import torch
 from ..algorithm.losses import LOSSES, batch_token_mean, window_token_mean
 from ..model.experts_grouped import can_group
 from grpo_nb.model.fused_layers import (
+    DenseNorm,
     adapters_are_fused,
     can_go_by_heads,
     dense_mlps,
@@ -151,13 +152,16 @@ class MeasuredPieces(ComputedPieces):
         element = 2 if self.residual == 2 else self.head.element_size()
         half = torch.float16 if old else torch.bfloat16
         dtype = half if element == 2 else torch.float32
+        norms = (m for m in self.base.modules() if isinstance(m, DenseNorm))
+        norm = next(norms, None)  # fused where its weight is frozen
+        fused = bool(shape.experts) or norm is not None and not norm.weight.requires_grad
         return Computation(
             element=element,
             residual=self.residual,
             kernel=kernel,
             repeated=old,
             slice_tokens=slice_tokens,
-            fused=device.type == "cuda",
+            fused=device.type == "cuda" and fused,
             each=bool(shape.experts)
             and not can_group(device, dtype, shape.hidden, shape.intermediate),
             one_pass=bool(shape.sinks) and adapters_are_fused(self.base),
