@@ -265,6 +265,7 @@ def frozen_integers() -> Iterator[None]:
         yield
 
 
+@frozen_integers()
 def shard(
     model: torch.nn.Module,  # with weights in the first process; changed in place
     mesh: Any,  # of torch: all processes, and the kind of device
@@ -276,8 +277,7 @@ def shard(
     for layer in layers:
         bring(layer.modules(), mesh.device_type)
         here = PackedViews(layer)
-        with frozen_integers():
-            fully_shard(layer, **unit, ignored_params=here.ignored())
+        fully_shard(layer, **unit, ignored_params=here.ignored())
         if here.views:
             here.show()
             layer.register_forward_pre_hook(here.show)
