@@ -485,7 +485,7 @@ def _print_plan(
     if lines:
         print(f"\nAs lines of {args.model}:\n")
         print("\n".join(f"{name}: {in_yaml(value)}" for name, value in lines.items()))
-    if made.setup.samplers or made.setup.config.fsdp:
+    if made.setup.samplers or made.setup.cards > 1:
         print("\nOn one machine it is started with\n", *starts, sep="\n")
     if not made.fits:
         print(f"\nFits with: {needed or 'no card that is known here; take a smaller model'}")
