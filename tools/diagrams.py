@@ -824,10 +824,11 @@ def planned_beside(y, name, planned, torch_peak, driver, scale):
     "Two cards",
     "Two H200. Above: seconds of an update of a 0.5B on GSM8K, by part. One card with 256 "
     "completions takes 2.2, two with 256 together 2.1, two with 512 together 2.5, one that "
-    "trains beside one on which vLLM draws 6.5 by turns and 5.2 one update behind. Then an update "
-    "of Qwen3-32B in two shares: grpo_nb's takes 7, TRL's 26. In the middle: while vLLM draws, "
-    "both cards are busy in short bursts. Below: GiB on a card, as planned and as measured, of "
-    "Qwen3-32B and gpt-oss-120b in two shares and of gpt-oss-20b on both.",
+    "trains beside one on which vLLM draws, an update behind, 5.2 and once more 5.1. Then an "
+    "update of Qwen3-32B in two shares: grpo_nb's 7, TRL's 26. In the middle: while vLLM draws, "
+    "the card that trains is busy in short bursts, the other most of the time at about a third. "
+    "Below: GiB on a card, as planned and as measured, of Qwen3-32B and gpt-oss-120b in two shares "
+    "and of gpt-oss-20b on both.",
     shown=412,
 )
 def two_cards():
