@@ -513,7 +513,7 @@ def _crosses(s):
     return (
         f"The weights of the table are a card's share; {whole}{drawn} (second copies). In an "
         f"update a card receives {sum(sizes.values()):,.0f} GiB from the others: {each}. "
-        "On two H200 torch's peaks were within 7% of such plans, and the driver gave up to 15% "
+        "On two H200 torch's peaks were within 7% of such plans, and the driver gave up to 16% "
         "more than planned: NCCL's own buffers are not counted."
     )
 
