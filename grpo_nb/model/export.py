@@ -6,7 +6,7 @@
 __all__ = ['DTYPE_NAMES', 'QUANTIZATION', 'check_folder_name', 'check_disk_space', 'new_folder', 'save_adapter', 'AdaptedWeight',
            'check_mergeable', 'name_without_peft', 'adapted_weights', 'is_untied', 'LazyTensors', 'write_safetensors',
            'write_shards', 'RoundingLoss', 'quantize_closely', 'with_released_names', 'as_released', 'Export',
-           'check_finite', 'save_merged', 'save_mxfp4']
+           'check_finite', 'check_can_be_unpacked', 'save_merged', 'save_mxfp4']
 
 # %% ../../nbs/model/26_export.ipynb #4cc5a902
 import copy
@@ -824,6 +824,16 @@ def _is_rounded(weight):
     return _is_nf4(weight) or isinstance(weight, FrozenWeight)
 
 
+def check_can_be_unpacked(weight: AdaptedWeight) -> None:
+    "Refuse weights in any format but dense, MXFP4, float8 and NF4: they would be saved as codes."
+    known = weight.weight.is_floating_point() or _is_nf4(weight.weight)
+    if not known and isinstance(weight.weight, torch.nn.Parameter):
+        raise ValueError(
+            f"{weight.name} is stored as {weight.weight.dtype}, which cannot be unpacked "
+            "here: only dense weights, MXFP4, float8 and bitsandbytes' NF4 can be merged"
+        )
+
+
 def save_merged(
     model: torch.nn.Module,  # of transformers, with adapters or without; dense, MXFP4, float8, NF4
     path: str | Path,  # of the new folder
@@ -839,6 +849,8 @@ def save_merged(
     towers gets its released names, and what was not trained the bytes of the released files."""
     dtype, rows = choose_dtype(dtype, torch.device("cpu")), []
     found = adapted_weights(model)
+    for weight in found:
+        check_can_be_unpacked(weight)
 
     def target(weight):  # integers stay integers
         return dtype if weight.is_floating_point() or _is_nf4(weight) else weight.dtype

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['CODE_RMS', 'PARTS', 'OVERFLOWING', 'LEFT_ALONE', 'WORKING_MEMORY', 'fill', 'random_parameters', 'memory_by_part',
            'describe', 'choose_device', 'choose_dtype', 'choose_attention', 'stays_on_cpu', 'check_one_adapter',
-           'check_options', 'check_length', 'is_float8', 'check_one_format', 'Layout', 'check_room', 'no_file_bars',
-           'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
+           'check_options', 'check_length', 'is_float8', 'check_one_format', 'check_scales', 'Layout', 'check_room',
+           'no_file_bars', 'empty_parameters', 'read_weights', 'finish', 'select_experts', 'load_model']
 
 # %% ../../nbs/model/25_loading.ipynb #0dc36676
 import copy
@@ -42,6 +42,7 @@ from grpo_nb.model.adapters import (
 from .attention import check_attention, for_text, has_sinks
 from grpo_nb.model.float8 import (
     METHOD,
+    SCALE,
     Float8Config,
     Float8Quantizer,
     block_in_files,
@@ -415,6 +416,21 @@ def check_one_format(
             "load_in_fp8, and for 4 bits a checkpoint in 16"
         )
 
+
+def check_scales(
+    stored: dict[str, Stored],  # from `read_checkpoint`
+) -> dict[str, Stored]:  # the same; ValueError with the names
+    "Refuse codes of float8 whose scales are not beside them under the released names."
+    codes = [name for name, x in stored.items() if x.dtype == "F8_E4M3"]
+    alone = [name for name in codes if f"{name}{SCALE}" not in stored]
+    if alone:
+        raise ValueError(
+            f"{len(alone)} of {len(codes)} weights in float8 have no scales beside them "
+            f"({alone[0]}{SCALE} is not there): only checkpoints of transformers' "
+            "FineGrainedFP8Config are read; take one in bfloat16, with load_in_fp8=True"
+        )
+    return stored
+
 # %% ../../nbs/model/25_loading.ipynb #89760fda
 @dataclass(frozen=True)
 class Layout:
@@ -456,7 +472,7 @@ class Layout:
     @cached_property
     def stored(self) -> dict[str, Stored]:  # by name; ValueError if a file is missing or cut off
         "The tensors of the folder."
-        return read_checkpoint(self.folder) if self.folder else {}
+        return check_scales(read_checkpoint(self.folder)) if self.folder else {}
 
     @cached_property
     def steps(self) -> list[Step]:  # ValueError if files and model differ

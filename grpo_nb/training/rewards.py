@@ -461,6 +461,11 @@ def check_classifier(
     tokenizer: Any,  # or None
 ) -> str:  # the name it is logged under
     "Refuse a network with more than one output, or one whose tokenizer is not known."
+    if not hasattr(model, "config"):
+        raise ValueError(
+            f"reward_funcs holds {type(model).__name__}, a network that is no model of "
+            "transformers: call it inside a function"
+        )
     path = getattr(model.config, "_name_or_path", "")
     outputs = getattr(model.config, "num_labels", 1)
     name = path.rstrip("/").split("/")[-1] or type(model).__name__

@@ -531,7 +531,7 @@ class Made(Open):
         environment_factory: Any = None,
     ):
         model = str(model) if isinstance(model, Path) else model
-        trainer_parts.check_config(args, model)
+        trainer_parts.check_config(args, model, peft_config)
         self.config = trainer_parts.at_home(args if args is not None else GRPOConfig())
         self.take_tools(tools, environment_factory, rollout_func)
         self.take_launch(model)

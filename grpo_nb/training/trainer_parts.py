@@ -108,8 +108,9 @@ def check_arguments(
 def check_config(
     config: Any,  # what the trainer was given as `args`
     model: Any,  # the same
+    peft_config: Any,  # the same
 ) -> None:  # TypeError, ValueError
-    "Refuse settings that are not a GRPOConfig, such as TRL's own, and a model that is none."
+    "Refuse settings that are not a GRPOConfig, a model that is none, an adapter's as a dict."
     if not isinstance(config, GRPOConfig | None):
         kind = f"{type(config).__module__}.{type(config).__qualname__}"
         raise TypeError(
@@ -120,6 +121,8 @@ def check_config(
             f"model is {model!r}, which is no model: give a causal model of transformers, "
             "one wrapped by PEFT, or the name or folder of one"
         )
+    if isinstance(peft_config, dict):
+        raise ValueError(f"peft_config is a dict: give peft.LoraConfig(**{peft_config!r})")
 
 
 def at_home(

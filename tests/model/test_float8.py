@@ -430,3 +430,10 @@ def test_refusals(folders, tmp_path):
         load(folders / "dense", load_in_fp8=True, load_in_4bit=True)
     with pytest.raises(ValueError, match="the checkpoint is in float8"):
         load(folders / "dense fp8", load_in_4bit=True)
+    stored = load_file(folders / "dense fp8/model.safetensors")
+    lost = [k for k in stored if k.endswith("_scale_inv")][0]
+    stored.pop(lost)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folders / "dense fp8/config.json").read_text())
+    with pytest.raises(ValueError, match=f"1 of 14 weights in float8 have no scales.*{lost}"):
+        load(tmp_path)
