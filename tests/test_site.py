@@ -484,6 +484,27 @@ def test_every_page_of_the_afternoon_is_accessible_on_a_phone_in_the_dark(open_p
         page.close()
 
 
+@pytest.mark.site
+def test_what_stands_on_a_page_that_is_read_upwards_is_seen(open_page, axe):
+    """The button that leads back to the top is legible, and a widget that was stored as an output
+    keeps its own dark."""
+    for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(22, 25, 29)")):
+        page = open_page("nbs/lessons/10_a_real_run_read.html", 360, scheme)
+        page.locator("[data-widget]").first.scroll_into_view_if_needed()
+        drawing = page.locator(".grpo-dashboard-viz svg").first
+        drawing.wait_for()
+        page.mouse.wheel(0, 900)
+        page.wait_for_timeout(300)
+        page.mouse.wheel(0, -300)
+        page.locator("#pst-back-to-top").wait_for()
+        page.evaluate(axe)
+        assert not violations(page)
+        style = "e => getComputedStyle(e).backgroundColor"
+        assert drawing.evaluate(style) == "rgba(0, 0, 0, 0)"
+        assert page.locator(".grpo-dashboard-viz").first.evaluate(style) == ground
+        page.close()
+
+
 CROWDED = """
 () => {
   const words = document.querySelectorAll(".grpo-memory-viz svg text");

@@ -22,7 +22,7 @@ export const defaults = {
 export const linked = ["run", "step", "pair", "compare"]; // the address of a page holds them
 export const legal = (name, value) => name === "compare" || (Number.isInteger(value) && value >= 0);
 
-const KINDS = ["up", "down", "missed", "neutral"]; // the runs' colours
+const KINDS = ["up", "down", "missed", "neutral", "ink"]; // the runs' colours
 const PANEL = { left: 46, right: 12, top: 46, height: 118, bottom: 26 };
 const HEIGHT = PANEL.top + PANEL.height + PANEL.bottom;
 const SHARES = ["frac_reward_zero_std"];
