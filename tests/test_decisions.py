@@ -4,13 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
 from grpo_nb.kernels.compile_together import MODULES
 from grpo_nb.model.adapters import IMPLEMENTATIONS
 from grpo_nb.model.attention import BACKENDS
-from grpo_nb.model.experts import ExpertWeights
-from grpo_nb.model.experts_grouped import routed_experts
+from grpo_nb.model.experts_grouped import PLAIN_FORMS
 from grpo_nb.model.limits import KERNELS
 from grpo_nb.rollout.decoder import Decoder
 
@@ -21,15 +19,6 @@ NAMED = {name for row in ROWS for name in re.findall(r"`(\w+)`", row[0])}
 LINKED = set(re.findall(r"/\d\d_(\w+)\.ipynb", PAGE))
 
 
-def paths():
-    "The forms of `routed_experts`, as it lists them itself."
-    few = ExpertWeights(*(torch.zeros(1, 1, 2), torch.zeros(1, 2)) * 2, 1.0, 1.0)
-    pair = torch.zeros(1, 1, dtype=torch.long)
-    with pytest.raises(ValueError, match="give") as said:
-        routed_experts(torch.zeros(1, 1), pair, torch.ones(1, 1), few, path="none of them")
-    return set(re.findall(r"'(\w+)'", str(said.value).partition("give")[2]))
-
-
 def kinds(of):
     "Names of a class and of those of the library that inherit from it."
     ours = [one for one in of.__subclasses__() if one.__module__.startswith("grpo_nb.")]
@@ -38,7 +27,7 @@ def kinds(of):
 
 CHOSEN = {
     "attention": {*KERNELS, *BACKENDS},
-    "experts": paths() - {"auto"},
+    "experts": {"reference", "many", *PLAIN_FORMS},
     "implementations": set(IMPLEMENTATIONS),
     "decoders": kinds(Decoder),
 }

@@ -78,6 +78,11 @@ class Game2048:
         target: int = 2048,  # the tile that wins
         size: int = 4,  # squares in a row
     ):
+        if size < 2 or target < 8 or target & (target - 1):
+            raise ValueError(
+                f"size must be at least 2 and target a power of two from 8 on, not {size} "
+                f"and {target}"
+            )
         self.seed, self.target, self.score, self._rng = seed, target, 0, random.Random(seed)
         self.board: Board = ((0,) * size,) * size
         self._add_tile()

@@ -140,11 +140,19 @@ def check_evaluation(
     config: GRPOConfig,
     eval_dataset: Any,  # one data set, a dict of several, or None
 ) -> None:
-    "Refuse evaluations without data; a `metric_for_best_model` is looked for in the first of them."
+    "Refuse evaluations without data, and a `metric_for_best_model` that they do not compute."
     if config.eval_strategy != "no" and eval_dataset is None:
         raise ValueError(
             f"eval_strategy={config.eval_strategy!r} asks for evaluations and there is no "
             "eval_dataset: pass one, or leave eval_strategy at 'no'"
+        )
+    judged = config.load_best_model_at_end or config.save_strategy == "best"
+    name = config.best_is()[0].removeprefix("eval_")
+    parts = eval_dataset if judged and isinstance(eval_dataset, dict) else {}
+    if parts and not any(name.startswith(f"{part}_") for part in parts):
+        raise ValueError(
+            f"metric_for_best_model is {name!r}, and each of the {len(parts)} evaluation "
+            f"sets has one: say which, for instance {next(iter(parts))}_{name!s}"
         )
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #8f08a61f

@@ -8,7 +8,7 @@ from grpo_nb.training import trainer_parts as checks
 
 def test_what_is_no_model_is_named():
     with pytest.raises(ValueError, match="model is None, which is no model"):
-        checks.check_config(GRPOConfig(), None)
+        checks.check_config(GRPOConfig(), None, None)
 
 
 def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
