@@ -72,7 +72,7 @@ def windows(tmp_path_factory):
 def test_windows_imports_everything_but_kernels(windows):
     failed = windows["import"]
     assert failed.keys() <= KERNELS
-    assert all("pip install triton" in sentence for sentence in failed.values())
+    assert all("triton" in sentence for sentence in failed.values())
 
 
 def test_windows_runs_the_demo_and_resumes_it(windows):

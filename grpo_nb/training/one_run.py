@@ -195,6 +195,7 @@ class OneRun(RunOwner):
         FILES.discard(self.file)
         with suppress(OSError):
             if self.is_there(self.file):
+                self.file.truncate(0)  # an empty file holds nothing, where an open one stays
                 self.path.unlink()
         self.file.close()
         if self.made:
