@@ -179,7 +179,7 @@ def caller(function, of=None):
     of: text -> the same method of the object for that text."""
     parameters = inspect.signature(function).parameters
     many = "completions" in parameters
-    several = many or function.__qualname__.endswith("Rewards.judge")
+    several = many or getattr(function, "__qualname__", "").endswith("Rewards.judge")
     given = {"pool": POOL} if "pool" in parameters else {}
     if many and "columns" in parameters and not varied(parameters["columns"]):
         given["columns"] = {}
@@ -228,7 +228,10 @@ def collected():
         for name, thing in public(module):
             name = f"{room}.{name}"
             if name not in ISOLATED and name not in MADE and reads_completions(thing):
-                found[name] = caller(thing) if inspect.isfunction(thing) else with_row(thing)
+                reward = "completions" in inspect.signature(thing).parameters
+                found[name] = (
+                    caller(thing) if reward or inspect.isfunction(thing) else with_row(thing)
+                )
         for kind, method, bound in methods(module):
             found[f"{room}.{kind}.{method}"] = caller(
                 bound,
