@@ -197,7 +197,6 @@ class OneRun(RunOwner):
             if self.is_there(self.file):
                 self.file.truncate(0)  # an empty file holds nothing, where an open one stays
                 self.path.unlink()
+            if self.made:
+                self.folder.rmdir()  # an error, passed over, where something was written
         self.file.close()
-        if self.made:
-            with suppress(OSError):  # something was written
-                self.folder.rmdir()
