@@ -21,7 +21,7 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 39_075,
+    "code lines": 39_084,
     "functions over 60 lines": 8,
     "export cells over 60 lines": 32,  # Triton 140, tables and fields 100
     "notebooks": 130,

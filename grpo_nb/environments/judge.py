@@ -364,8 +364,13 @@ def check_judge(judge: Judge) -> None:
     for name, smallest in least.items():
         if not smallest <= (value := getattr(judge, name)) < math.inf:
             raise ValueError(f"{name} is {value!r}; give a number from {smallest:g} on")
-    if "stream" in judge.options:
-        raise ValueError("options holds 'stream': leave it out, an answer is read as a whole")
+    if not judge.model or not judge.instructions.strip():
+        raise ValueError("a judge needs the name of a model, and instructions: one is empty")
+    if clash := sorted({"model", "messages", "stream", "n"} & judge.options.keys()):
+        raise ValueError(
+            f"options holds {clash[0]!r}, which cannot be set there: each answer is judged "
+            "alone and read as a whole"
+        )
 
 # %% ../../nbs/environments/06_judge.ipynb #1851adcd
 def judge_reward(

@@ -40,6 +40,8 @@ class Rubric:
         criteria: dict[str, tuple[Callable, float]],
         name: str = "rubric",  # under which the sum and each criterion are logged
     ):
+        if not criteria:
+            raise ValueError("the rubric has no criteria: give one, as {'what': (check, points)}")
         self.criteria, self.__name__ = dict(criteria), name
 
     def shares(

@@ -369,6 +369,8 @@ def check_length(
     trained: bool,  # False: random weights, which get a warning only
 ) -> None:  # ValueError with what to change
     "Refuse sequences beyond the positions of a trained model; random weights get a warning only."
+    if max_seq_length < 1:
+        raise ValueError(f"max_seq_length is {max_seq_length}: give a number of tokens, 1 or more")
     longest = longest_sequence(config.get_text_config())
     if not longest or max_seq_length <= longest:
         return

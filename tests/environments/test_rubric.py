@@ -71,6 +71,8 @@ def test_columns_reach_checks_by_name():
 
 
 def test_mistakes_are_sentences():
+    with pytest.raises(ValueError, match="the rubric has no criteria"):
+        Rubric({})
     with pytest.raises(
         ValueError,
         match="check of 'names the owner' asks for 'owner', and the data has the columns 'name'",

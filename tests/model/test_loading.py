@@ -379,6 +379,7 @@ def test_longer_than_the_model_knows(plain, tmp_path):
 @pytest.mark.parametrize(
     "settings, sentence",
     [
+        (dict(max_seq_length=0), "max_seq_length is 0"),
         (dict(dtype="int8"), "dtype is 'int8'"),
         (dict(attn_implementation="sdpa"), "cannot train this model, whose attention has sinks"),
     ],
