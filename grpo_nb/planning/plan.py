@@ -749,8 +749,7 @@ def _slower(s: Setup) -> Iterator[Switch]:
     if step.gradient_checkpointing and not step.offload_activations:
         yield (
             dict(offload_activations=True),
-            "A few per cent of the time, and host memory: the inputs are copied while the "
-            "card computes.",
+            "Up to a tenth of the time, and host memory: the inputs are copied out and back.",
         )
     if batch > 1:
         yield (

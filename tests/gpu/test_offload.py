@@ -170,9 +170,8 @@ def test_the_memory_is_really_freed():
         f"\n{torch.cuda.get_device_name()}: {layers} layers, inputs of {inputs / MiB:.0f} "
         f"MiB; peak {usual / MiB:.1f} MiB recomputed, {ours / MiB:.1f} offloaded"
     )
-    assert (
-        usual - ours > 0.85 * (layers - 3) * tokens * H * 2
-    )  # all but the one in use and the one on its way, and some slack
+    # all but the one in use, and some slack
+    assert usual - ours > 0.85 * (layers - 3) * tokens * H * 2
 
 
 class Slow(torch.nn.Module):
@@ -189,10 +188,8 @@ class Slow(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("slow_copies", [False, True])
-def test_nothing_is_read_or_written_too_early(slow_copies):
-    """Deep, with memory used again at once, the queues full; with copies made slower than the
-    layers by a busy copying stream."""
+def test_nothing_is_read_or_written_too_early():
+    "Deep, with memory used again at once, and the queue full."
     torch.manual_seed(0)
     layers, x = [Slow() for _ in range(12)], torch.randn(1024, 2048, device="cuda")
 
@@ -207,17 +204,30 @@ def test_nothing_is_read_or_written_too_early(slow_copies):
 
     plain = run(lambda layer, y: checkpoint(layer, y, use_reentrant=False))
     with offload_layers(build(layers=1), store=HostStore(page_bytes=MiB)) as switch:
-
-        def call(layer, y):
-            side = switch.store.streams.get(y.device)
-            if slow_copies and side is not None:
-                with torch.cuda.stream(side.stream):
-                    torch.cuda._sleep(20_000_000)
-            return switch(layer, y)
-
         for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(run(call), plain))
+            assert all(torch.equal(a, b) for a, b in zip(run(switch), plain))
         assert switch.store.used == 0
+
+
+def pinned():
+    "Bytes of pinned memory that torch holds, in use or free."
+    stats = torch.cuda.host_memory_stats()
+    return stats["allocated_bytes.current"]
+
+
+def test_torch_gives_the_same_pages_again():
+    """Python runs ahead of the card, so a page may be new while the copy from its forerunner is
+    still queued; the pinned memory does not grow with the steps all the same."""
+    model = build(family="llama")
+    with offload_layers(model) as switch:
+        for _ in range(3):
+            gradients(model, tokens=2048)
+        before = pinned()
+        for _ in range(10):
+            gradients(model, tokens=2048)
+        held = switch.store.host_bytes
+    print(f"\n{before / MiB:.0f} MiB pinned after 3 steps, {pinned() / MiB:.0f} after 13")
+    assert pinned() - before <= held
 
 
 def test_two_graphs_and_two_models():

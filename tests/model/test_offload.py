@@ -170,12 +170,7 @@ def test_attention_is_not_computed_again(autocast):
         with offload_layers(model, store=HostStore(page_bytes=KiB), attention_from=start) as switch:
             for _ in range(2):
                 result, calls = forward_kernels(lambda: gradients(model, loss))
-                assert (
-                    same(result, plain)
-                    and calls == expected
-                    and switch.store.used == 0
-                    and not switch.store.in_flight
-                )
+                assert same(result, plain) and calls == expected and switch.store.used == 0
 
 
 def test_attention_is_computed_again_where_the_host_has_no_room(recwarn):
@@ -368,7 +363,7 @@ def test_two_models_one_store():
         (losses[0] + losses[1]).backward()
         assert same({n: p.grad for n, p in a.named_parameters() if p.grad is not None}, plain[0])
         assert same({n: p.grad for n, p in b.named_parameters() if p.grad is not None}, plain[1])
-    assert store.used == 0 and store.pages == 8 and store.open  # it is not the switches' to release
+    assert store.used == 0 and store.pages == 8  # it is not the switches' to release
 
 
 class Trouble(Exception):
@@ -396,7 +391,7 @@ def test_an_error_in_the_middle_leaves_nothing(calls):
         for hook in hooks:
             hook.remove()
         gc.collect()
-        assert switch.store.used == 0 and not switch.store.in_flight
+        assert switch.store.used == 0
         assert same(gradients(model), plain) and switch.store.pages == 4
 
 
@@ -447,7 +442,7 @@ def test_pages_that_come_back_after_the_switch_is_gone():
     loss.backward()
     assert (
         same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, plain)
-        and switch.store.pages == switch.store.used == 0
+        and switch.store.used == 0
     )
 
 
@@ -476,7 +471,7 @@ def test_a_copy_shares_the_switch():
 # The store
 
 
-def test_what_is_parked_comes_back():
+def test_what_is_parked_comes_back_as_it_lay_in_memory():
     store = HostStore(page_bytes=64)
     for x in (
         torch.randn(5),
@@ -485,17 +480,12 @@ def test_what_is_parked_comes_back():
         torch.randn(7, 1).expand(7, 9),
         torch.randn(()),
         torch.randn(9, 9).half(),
-        torch.randn(8, 8).T,
+        torch.randn(2, 5, 3, 8).transpose(1, 2),
     ):
         copies = store.offload(x)
-        store.flush()
         y = copies.fetch()
-        assert (
-            isinstance(copies, HostCopy)
-            and torch.equal(x, y)
-            and y.dtype == x.dtype
-            and y.is_contiguous()
-        )
+        assert isinstance(copies, HostCopy) and torch.equal(x, y) and y.dtype == x.dtype
+        assert y.stride() == torch.empty_like(x).stride()
     del copies
     assert store.used == 0
     for x in (
@@ -507,56 +497,19 @@ def test_what_is_parked_comes_back():
         assert store.offload(x) is x
 
 
-def test_a_tensor_saved_twice_goes_out_once():
-    store, x = HostStore(page_bytes=64), torch.randn(8, 8)
-    first, second, turned, other = (
-        store.offload(x),
-        store.offload(x.detach()),
-        store.offload(x.T),
-        store.offload(x[:4]),
-    )
-    assert first is second and turned is not first and other is not first
-    store.flush()
-    a, b = first.fetch(), first.fetch()
-    assert (
-        a is b
-        and first.arriving is None
-        and torch.equal(turned.fetch(), x.T)
-        and torch.equal(other.fetch(), x[:4])
-    )
-    c = first.fetch()  # another backward
-    assert c is not a and torch.equal(c, x)
-
-
-def test_the_one_before_sets_out_with_the_one_asked_for():
-    store = HostStore()
-    copies = [store.offload(torch.full((3,), float(i))) for i in range(4)]
-    store.flush()
-    for i in (3, 2, 1, 0):
-        assert copies[i].fetch()[0] == i and copies[i].arriving is None
-        assert [p.arriving is not None for p in copies] == [
-            j == i - 1 for j in range(4)
-        ]  # never more than one on its way
-
-
-def test_at_most_two_are_on_their_way_out():
-    store = HostStore()
-    for _ in range(5):
-        store.offload(torch.randn(3))
-        assert len(store.in_flight) <= 2
-
-
-def test_a_change_in_place_during_the_copy_is_noticed():
+def test_a_change_in_place_after_the_copy_changes_no_gradient():
     class Layer(torch.nn.Module):
         def forward(self, x):
-            return x.mul_(2) * 3
+            return x.mul_(2).square() * 3
+
+    def gradient(call):
+        x = torch.arange(4.0, requires_grad=True)
+        call(Layer(), x * 1.0).sum().backward()
+        return x.grad
 
     with offload_layers(build("llama")) as switch:
-        with pytest.raises(RuntimeError, match="changed in place"):
-            switch(Layer(), torch.ones(4, requires_grad=True) * 1.0)
-        assert switch.store.in_flight == []
-        gc.collect()
-        assert switch.store.used == 0
+        assert torch.equal(gradient(switch), gradient(lambda layer, x: layer(x)))
+        assert switch.store.offloaded == 1 and switch.store.used == 0
 
 
 # What lies between the model and the head
@@ -634,7 +587,6 @@ def test_an_error_while_hidden_states_leave():
     with pytest.raises(Trouble), offload_hidden(model, store, min_bytes=64):
         loss = loss_of(model)
         raise Trouble
-    assert not store.in_flight
     del loss
     gc.collect()
     assert store.used == 0

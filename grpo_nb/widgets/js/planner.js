@@ -1081,7 +1081,7 @@ export function switches(s) {
   may(!s.gradient_checkpointing, { gradient_checkpointing: true },
     "A second forward pass: about half more time (a third where all weights train).");
   may(s.gradient_checkpointing && !s.offload_activations, { offload_activations: true },
-    "A few per cent of the time, and host memory: the inputs are copied while the card computes.");
+    "Up to a tenth of the time, and host memory: the inputs are copied out and back.");
   const more = { gradient_accumulation_steps: s.gradient_accumulation_steps * batch };
   may(batch > 1, { per_device_train_batch_size: 1, ...more },
     "More and smaller passes for the same update; the trainer does it by itself, a piece of a " +
