@@ -31,12 +31,12 @@ from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import sampling
 from grpo_nb.rollout.engine import (
     RolloutEngine,
-    complete_in_place,
+    cache_name,
+    complete,
     growing_shape,
     memory_through_modules,
     state_bytes,
 )
-from grpo_nb.rollout.module_decoding import cache_name
 from grpo_nb.rollout.sampling import SamplingParams
 
 torch.set_num_threads(1)
@@ -834,7 +834,7 @@ def test_what_was_left_to_draw_from_is_recorded(name, way):
     if way == "in place":
         stop = torch.tensor([tokenizer.eos_token_id])
         with torch.no_grad():
-            drawn = complete_in_place(model.eval(), prompts, params, stop)
+            drawn = complete(model.eval(), prompts, params, stop, in_place=True)
     else:
         engine = RolloutEngine(model, tokenizer, through_modules=way == "modules", max_batch_size=3)
         drawn = engine.generate(prompts, params)

@@ -13,7 +13,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from grpo_nb.rollout import engine as engines
 from grpo_nb.rollout import module_decoding
-from grpo_nb.rollout.engine import RolloutEngine, complete, complete_in_place
+from grpo_nb.rollout.engine import ModuleRows, RolloutEngine, complete
 from grpo_nb.rollout.module_decoding import (
     ModuleDecoder,
     cannot_record,
@@ -102,16 +102,17 @@ def tiny(name, **more):
 
 @torch.no_grad()
 def both(model, params, stop=STOP, seed=None):
-    def draw(function):
-        return function(
+    def draw(in_place):
+        return complete(
             model,
             PROMPTS,
             params,
             stop,
             keys=None if seed is None else stream_keys(len(PROMPTS), seed),
+            in_place=in_place,
         )
 
-    return draw(complete_in_place), draw(complete)
+    return draw(True), draw(False)
 
 
 def assert_same(a, b):
@@ -178,12 +179,13 @@ def test_every_length(tokens):
     steps = []
     model = tiny("Llama")
     with torch.no_grad():
-        rollout = complete_in_place(
+        rollout = complete(
             model,
             PROMPTS,
             SamplingParams(temperature=0, max_tokens=tokens),
             STOP[:0],
             on_tokens=steps.append,
+            in_place=True,
         )
     assert rollout.lengths.tolist() == [tokens] * 5 and sum(steps) == tokens
     assert_same(rollout, both(model, SamplingParams(temperature=0, max_tokens=tokens), STOP[:0])[1])
@@ -203,20 +205,20 @@ def test_adapters():
 
 def test_ended_rows_are_dropped_where_they_are(monkeypatch):
     model, kept = tiny("Llama"), []
-    keep = ModuleDecoder.select
+    keep = ModuleDecoder.keep
 
     def noted(self, index):
-        before = [layer.keys.data_ptr() for layer in self.cache.layers]
+        before = [layer.keys.data_ptr() for layer in self.batch.cache.layers]
         keep(self, index)
         kept.append(
             (
                 len(index),
-                before == [layer.keys.data_ptr() for layer in self.cache.layers],
-                {len(layer.keys) for layer in self.cache.layers},
+                before == [layer.keys.data_ptr() for layer in self.batch.cache.layers],
+                {len(layer.keys) for layer in self.batch.cache.layers},
             )
         )
 
-    monkeypatch.setattr(ModuleDecoder, "select", noted)
+    monkeypatch.setattr(ModuleDecoder, "keep", noted)
     both(model, SamplingParams(temperature=0, max_tokens=40))
     assert (
         kept
@@ -257,7 +259,7 @@ class Replayed:
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(module_decoding, "record_graph", Replayed)
-    monkeypatch.setattr(engines, "cannot_record", lambda model: None)
+    monkeypatch.setattr(module_decoding, "cannot_record", lambda model: None)
 
 
 @pytest.mark.parametrize(
@@ -275,9 +277,10 @@ def test_a_step_is_the_same_calls_on_the_same_tensors(name):
 
     def started():
         batch, logits = engines.prefill(model, PROMPTS)
-        rows = ModuleDecoder(model, batch.cache, batch.mask, given, STOP)
+        rows = ModuleDecoder(model, batch, given, STOP)
+        rows.reach = rows.room
         rows.draw(logits)
-        return rows, lambda: rows.advance(rows.room)
+        return rows, rows.step
 
     (mine, step), (expected, other) = started(), started()
     played = RecordedCalls(step)  # two steps
@@ -293,7 +296,7 @@ class Captured:
     "A recording as a GPU makes it: its calls are noted, and nothing is computed."
 
     def __init__(self, rows, step):
-        layers = [vars(layer) for layer in rows.cache.layers]
+        layers = [vars(layer) for layer in rows.batch.cache.layers]
         states = [
             state
             for layer in layers
@@ -384,7 +387,8 @@ def test_without_room_the_cache_grows(as_on_a_gpu, monkeypatch):
         monkeypatch.setattr(engines, "free_memory", lambda device: room)
         placed.clear(), steps.clear()
         with torch.no_grad():
-            rollout = complete_in_place(model, PROMPTS, params, STOP[:0], on_tokens=steps.append)
+            told = dict(on_tokens=steps.append, in_place=True)
+            rollout = complete(model, PROMPTS, params, STOP[:0], **told)
         assert len(placed) == expected and sum(steps) == 30
         assert_same(rollout, both(model, params, STOP[:0])[1])
 
@@ -406,15 +410,9 @@ def test_a_completion_that_fits_only_a_cache_that_grows(as_on_a_gpu, monkeypatch
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=()),
         [],
     )
+    run = ModuleRows.run
     monkeypatch.setattr(
-        engines,
-        "complete_in_place",
-        lambda *args, **kwargs: ways.append("in place") or complete_in_place(*args, **kwargs),
-    )
-    monkeypatch.setattr(
-        engines,
-        "complete",
-        lambda *args, **kwargs: ways.append("grows") or complete(*args, **kwargs),
+        ModuleRows, "run", lambda self, *args: ways.append(type(self)) or run(self, *args)
     )
     need = (
         engines.growing_shape(model.config, torch.float32).bytes([11], [1], 20)
@@ -428,7 +426,7 @@ def test_a_completion_that_fits_only_a_cache_that_grows(as_on_a_gpu, monkeypatch
     monkeypatch.setattr(engines, "free_memory", lambda device: need - 1)
     with pytest.raises(MemoryError, match="up to 20 tokens after a prompt of 11"):
         engine.generate(PROMPTS[:1], params)
-    assert ways == ["grows", "in place"]
+    assert ways == [ModuleRows, ModuleDecoder]
 
 
 def test_a_trial_that_does_not(as_on_a_gpu, monkeypatch):
@@ -462,7 +460,7 @@ def test_a_trial_that_does_not(as_on_a_gpu, monkeypatch):
 def test_the_engine_takes_this_way(as_on_a_gpu, monkeypatch):
     model, tried = tiny("Qwen2", **UNREAD).train(), []
     monkeypatch.setattr(
-        engines,
+        module_decoding,
         "try_to_record",
         lambda model: tried.append((model.training, torch.is_grad_enabled())),
     )
@@ -471,11 +469,9 @@ def test_the_engine_takes_this_way(as_on_a_gpu, monkeypatch):
         SamplingParams(temperature=0, max_tokens=20, n=2, stop_token_ids=(0, 1)),
     )
     assert engine.way == f"through the model's modules, a step recorded: {WHY}"
-    called = []
+    called, advance = [], ModuleDecoder.advance
     monkeypatch.setattr(
-        engines,
-        "complete_in_place",
-        lambda *args, **kwargs: called.append(1) or complete_in_place(*args, **kwargs),
+        ModuleDecoder, "advance", lambda self, done: called.append(1) or advance(self, done)
     )
     rollout = engine.generate(PROMPTS, params)
     assert tried == [(False, False)] and called and model.training  # tried once, as it draws
@@ -500,7 +496,7 @@ def test_a_recording_that_fails_is_a_warning(monkeypatch):
     model, params = tiny("Llama"), SamplingParams(temperature=0, max_tokens=40)
     with torch.no_grad():
         with pytest.warns(UserWarning, match="could not be recorded.*no room") as warned:
-            mine = complete_in_place(model, PROMPTS, params, STOP)
+            mine = complete(model, PROMPTS, params, STOP, in_place=True)
     monkeypatch.undo()
     assert len(warned) == 1
     assert_same(mine, both(model, params)[1])
