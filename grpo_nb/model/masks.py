@@ -101,22 +101,6 @@ def check_mask_values(
             "an integer as pad_lens, (B,), or None"
         )
 
-# %% ../../nbs/model/02_masks.ipynb #93a3b0c8
-def _ordered(first, last, full_first, full_last, count, size):
-    """Block numbers, partial ones and full ones, of rows that reach the tokens `first` to `last`,
-    all of them `full_first` to `full_last` (both included)."""
-    begin = first // size  # (..., rows)  first block that is reached
-    # (..., rows)  how many are reached, partial or full; the first that lies within the full tokens
-    reached = torch.where(last >= first, last // size + 1 - begin, 0)
-    full_begin = (full_first + size - 1) // size
-    full = ((full_last + 1) // size - full_begin).clamp(min=0)  # (..., rows)  how many do
-    nth = torch.arange(count, dtype=torch.int32, device=first.device)  # (count,)
-    full_order = (full_begin[..., None] + nth) % count  # (..., rows, count)
-    # (..., rows, count)  jump over the full blocks
-    skip = full[..., None] * (nth >= (full_begin - begin)[..., None])
-    order = skip.add_(begin[..., None]).add_(nth).remainder_(count)  # (..., rows, count)
-    return reached - full, order, full, full_order
-
 # %% ../../nbs/model/02_masks.ipynb #659d29d5
 NO_WINDOW = 2**30  # keys that a query sees where all layers have a window: more than there are
 
@@ -217,77 +201,44 @@ def block_mask(
     return Mask(pad_lens, q_len, kv_len, offset, window, device).block(block_size)
 
 # %% ../../nbs/model/02_masks.ipynb #89f57a89
-def _int32(x):
-    "A tensor in the format of block numbers; an int as it is."
-    return x.to(torch.int32) if torch.is_tensor(x) else x
-
-
-def _padding(mask):
-    "Padding of each sequence: (B or 1, 1, 1)."
-    if mask.pad_lens is None:
-        return torch.zeros(1, 1, 1, dtype=torch.int32, device=mask.device)
-    return _int32(mask.pad_lens)[:, None, None].clamp(min=0)
-
-
 def _ends(length, size, device):
     "First and last token of each block: (blocks,) both."
-    first = torch.arange(0, length, size, dtype=torch.int32, device=device)
+    first = torch.arange(0, length, size, device=device)
     return first, (first + size).clamp(max=length) - 1
 
 
-def _key_blocks(mask, size, pad, offset):
-    "For each block of queries the blocks of keys that it reaches."
-    window = mask.window
-    i0, i1 = _ends(mask.q_len, size, mask.device)  # (rows,)
-    p0, p1 = i0 + offset, i1 + offset  # (rows,)  where they stand
-    low = high = pad  # leftmost key of the first and of the last query
-    if window is not None:
-        low, high = torch.maximum(pad, p0 - window + 1), torch.maximum(pad, p1 - window + 1)
-    low, high = (x.expand(-1, 1, len(i0)) for x in (low, high))  # (B, 1, rows)
-    complete = i0 + size <= mask.q_len  # FlexAttention counts no block beyond the edge as full
-    return _ordered(
-        low,
-        p1.clamp(max=mask.kv_len - 1),
-        high,
-        torch.where(complete, p0.clamp(max=mask.kv_len - 1), -1),
-        -(-mask.kv_len // size),
-        size,
-    )
+def _block_kinds(mask, size):
+    "Which blocks hold an allowed pair, and which hold no other: (B, 1, rows, columns) both."
+    (q0, q1), (k0, k1) = (_ends(n, size, mask.device) for n in (mask.q_len, mask.kv_len))
+    p0, p1 = (q0 + mask.offset)[:, None], (q1 + mask.offset)[:, None]  # (rows, 1)
+    pad = torch.zeros_like(k0[:1]) if mask.pad_lens is None else mask.pad_lens
+    pad = pad[:, None, None, None]
+    some = torch.maximum(k0, pad) <= torch.minimum(k1, p1)
+    full = (pad <= k0) & (k1 <= p0)
+    if mask.window is not None:
+        some, full = some & (k1 > p0 - mask.window), full & (k0 > p1 - mask.window)
+    # FlexAttention counts no block beyond the edge as full
+    whole = (q0 + size <= mask.q_len)[:, None] & (k0 + size <= mask.kv_len)
+    return some, full & whole
 
 
-def _query_blocks(mask, size, pad, offset):
-    "For each block of keys the blocks of queries that see it."
-    window = mask.window
-    j0, j1 = _ends(mask.kv_len, size, mask.device)  # (columns,)
-    if window is None:  # how far a key is seen, as an index of queries
-        last = full_last = torch.full_like(j1, mask.q_len - 1)
-    else:
-        reach = window - 1 - offset
-        last, full_last = ((j + reach).clamp(max=mask.q_len - 1) for j in (j1, j0))
-    last = torch.where(torch.maximum(j0, pad) <= j1, last, -1)  # (B, 1, columns)
-    full_last = torch.where((j0 >= pad) & (j0 + size <= mask.kv_len), full_last, -1)
-    return _ordered(
-        (torch.maximum(j0, pad) - offset).clamp(min=0),
-        last,
-        (j1 - offset).clamp(min=0).expand_as(last),
-        full_last,
-        -(-mask.q_len // size),
-        size,
-    )
+def _listed(blocks):
+    "Of each row how many blocks are meant, and their numbers, which come first: both int32."
+    order = blocks.byte().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.int()
 
 
 def _block_mask(mask, size):
     """Which blocks are partly or wholly visible, from both sides: the keys of each block of
     queries, and the queries of each block of keys."""
-    pad, offset = _padding(mask), _int32(mask.offset)
-    tensors = {}
-    for side, blocks in (("kv", _key_blocks), ("q", _query_blocks)):
-        names = f"{side}_num_blocks", f"{side}_indices"
-        names += f"full_{side}_num_blocks", f"full_{side}_indices"
-        tensors |= zip(names, blocks(mask, size, pad, offset))
+    some, full = _block_kinds(mask, size)
+    partial = some & ~full
     return BlockMask(
-        seq_lengths=(mask.q_len, mask.kv_len),
+        (mask.q_len, mask.kv_len),
+        *_listed(partial),
+        *_listed(full),
+        *_listed(partial.mT.contiguous()),
+        *_listed(full.mT.contiguous()),
         BLOCK_SIZE=(size, size),
         mask_mod=mask.predicate,
-        **tensors,
     )
