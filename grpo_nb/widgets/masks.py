@@ -10,6 +10,7 @@ __all__ = ['READ', 'MISTAKE', 'MISSED', 'PROMPT', 'ANSWER', 'BORDERS', 'BLACK', 
 import torch
 import traitlets
 from matplotlib.collections import LineCollection
+from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
@@ -27,7 +28,7 @@ def naive_mask(
     rules = causal if window is None else all_of(causal, sliding_window(window))
     return rules(None, None, torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :])
 
-# %% ../../nbs/widgets/05_masks.ipynb #ba16336a
+# %% ../../nbs/widgets/05_masks.ipynb #197784a7
 READ, MISTAKE, MISSED = "#0072B2", "#D55E00", "#E69F00"  # told apart by colour-blind eyes too
 # the last letters of the prompts, and the tokens that are decoded
 PROMPT, ANSWER = "9+12+34=", "abcdef"
@@ -55,50 +56,25 @@ def key_range(
     return str(keys[0]) if len(keys) == 1 else f"{keys[0]}–{keys[-1]}"
 
 
-def _fill_cells(panel, allowed, right, first):
-    "A square for each key that is read or should be: rows of this step strong, earlier ones pale."
-    size = len(allowed)
-    for i, j in (allowed | right).nonzero().tolist():
-        colour = READ if right[i, j] and allowed[i, j] else MISTAKE if allowed[i, j] else MISSED
-        alpha = 1.0 if i >= first else 0.18
-        style = dict(facecolor=colour, edgecolor="white", linewidth=0.6, alpha=alpha)
-        panel.add_patch(Rectangle((j, i), 1, 1, **style))
-    for place in range(size + 1):
-        panel.plot([place, place], [0, size], color="#e4e4e4", linewidth=0.4, zorder=0)
-        panel.plot([0, size], [place, place], color="#e4e4e4", linewidth=0.4, zorder=0)
-    frame = dict(fill=False, edgecolor="black", linewidth=1.1, clip_on=False)
-    panel.add_patch(Rectangle((0, first), size, size - first, **frame))
-
-# %% ../../nbs/widgets/05_masks.ipynb #46f032c4
-def _label_tokens(panel, allowed, right, pad, tokens):
-    "A token at every row and column: padding grey, what the newest query reads in colour."
-    ticks = [place + 0.5 for place in range(len(tokens))]
-    panel.set(xticks=ticks, yticks=ticks, xticklabels=tokens, yticklabels=tokens)
-    panel.tick_params(
-        length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False
-    )
-    for labels in (panel.get_xticklabels(), panel.get_yticklabels()):
-        for place, label in enumerate(labels):
-            label.set_color("#999999" if place < pad else "black")
-    for place, label in enumerate(panel.get_xticklabels()):
-        if allowed[-1, place]:
-            label.set(fontweight="bold", color=READ if right[-1, place] else MISTAKE)
-
-
-def _draw_mask(panel, allowed, right, first, pad, tokens):
-    "One matrix: squares, the keys of each query in numbers, tokens at the sides."
+def _draw_mask(panel, allowed, right, first, tokens):
+    "One matrix, rows of earlier steps pale; tokens at its sides, each query's keys in numbers."
     size = len(tokens)
-    _fill_cells(panel, allowed, right, first)
-    for i in range(size):
-        colour = "black" if torch.equal(allowed[i], right[i]) else MISTAKE
-        style = dict(textcoords="offset points", fontsize=6.5, va="center", color=colour)
-        strength = 1.0 if i >= first else 0.5
-        panel.annotate(key_range(allowed[i]), (size, i + 0.5), (3, 0), **style, alpha=strength)
-    panel.set(xlim=(0, size), ylim=(size, 0), aspect="equal")
-    panel.spines[:].set_visible(False)
-    _label_tokens(panel, allowed, right, pad, tokens)
+    kinds = allowed + 2 * right  # 1: a mistake, 2: missed, 3: read as it should be
+    alpha = torch.where(torch.arange(size) < first, 0.18, 1.0)[:, None].expand(size, size)
+    colours = ListedColormap(["#f1f1f1", MISTAKE, MISSED, READ])
+    panel.pcolormesh(kinds, cmap=colours, vmin=0, vmax=3, alpha=alpha, edgecolors="white")
+    panel.add_patch(Rectangle((0, first), size, size - first, fill=False, clip_on=False))
+    ticks = [place + 0.5 for place in range(size)]
+    panel.set(xticks=ticks, yticks=ticks, xticklabels=tokens, yticklabels=tokens)
+    panel.set(ylim=(size, 0), aspect="equal")
+    panel.tick_params(length=0, labelsize=8, top=True, labeltop=True, labelbottom=False)
+    beside = panel.secondary_yaxis("right")
+    beside.set_yticks(ticks, [key_range(row) for row in allowed], fontsize=6.5)
+    for axes in (panel, beside):
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
 
-# %% ../../nbs/widgets/05_masks.ipynb #0b3a6c20
+# %% ../../nbs/widgets/05_masks.ipynb #8f92ea60
 def masks_figure(
     prompt_a: int = 8,  # tokens of the first prompt
     prompt_b: int = 5,  # tokens of the second
@@ -119,31 +95,21 @@ def masks_figure(
     naive = torch.cat(
         [torch.nn.functional.pad(rows, (0, size - rows.shape[1])) for rows in naive]
     )  # (size, size)
-    figure = Figure(figsize=(7.6, 7.4))
-    panels = figure.subplots(2, 2, gridspec_kw={"wspace": 0.24, "hspace": 0.32})
-    for sequence, (row, n) in enumerate(zip(panels, lengths)):
+    figure = Figure(figsize=(7.6, 7.6), layout="constrained")
+    for sequence, (row, n) in enumerate(zip(figure.subplots(2, 2), lengths)):
         tokens = ["·"] * (longest - n) + list(PROMPT[-n:] + ANSWER[:step])
         for panel, allowed, name in zip(row, (right[sequence], naive), ("right", "naive")):
-            _draw_mask(panel, allowed, right[sequence], first, longest - n, tokens)
+            _draw_mask(panel, allowed, right[sequence], first, tokens)
             bad = (allowed != right[sequence])[first:].any(1)  # (queries of this step,)
             verdict = "" if name == "right" else f": wrong for {int(bad.sum())} of {len(bad)}"
             panel.set_title(
-                f"{name} mask, prompt {'AB'[sequence]}{verdict}", fontsize=9, loc="left", pad=18
+                f"{name} mask, prompt {'AB'[sequence]}{verdict}", fontsize=9, loc="left"
             )
-            panel.set_xlabel(
-                f"query {size - 1} ({tokens[-1]}) {keys_read(allowed[-1])}", fontsize=9
-            )
-    kind = (
-        f"prefill: {longest} quer{'y' if longest == 1 else 'ies'}"
-        if step == 0
-        else f"decode step {step}: 1 query"
-    )
-    figure.suptitle(
-        f"{kind}, {size} key{'s' * (size > 1)}, "
-        f"{'no window' if width is None else f'window {width}'}",
-        fontsize=10,
-        y=0.985,
-    )
+            said = f"query {size - 1} ({tokens[-1]}) {keys_read(allowed[-1])}"
+            panel.set_xlabel(said, fontsize=9)
+    kind = f"decode step {step}" if step else "prefill"
+    kind += f", queries: {size - first}, keys: {size}, window: {width or 'none'}"
+    figure.suptitle(kind, fontsize=10)
     return figure
 
 # %% ../../nbs/widgets/05_masks.ipynb #7b4dc4a6

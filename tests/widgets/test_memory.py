@@ -175,7 +175,8 @@ def test_a_folder_is_a_model(tmp_path):
 
 
 def texts(figure):
-    return " ".join(" ".join(text.get_text().split()) for text in figure.texts)
+    said = [text.get_text() for text in figure.texts] + [figure.axes[0].get_xlabel()]
+    return " ".join(" ".join(said).split())
 
 
 def test_the_figure_plans_what_the_planner_plans():
