@@ -15,7 +15,7 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
                  anywhere  as `form`, with the 1 for a right number wherever it is
                  no_form   as `anywhere`, and nothing for the last line
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
-        --scale, --beta, --rate   what may cure the collapse
+        --scale, --beta, --rate, --group, --mask-truncated   what guides advise to change
         --server URL --staleness N   completions from a vLLM or `grpo-nb serve`
         --save N, --resume checkpoints, and on from the newest (`two_cards_lost.sh`)
     torchrun --nproc-per-node 2 benchmarks/gsm8k.py ... run
@@ -267,11 +267,12 @@ def settings(arguments, out):
     return run_settings(
         arguments,
         out,
-        num_generations=8,
+        num_generations=arguments.group,
         max_completion_length=min(arguments.tokens, 300 if form else 400),
         learning_rate=arguments.rate or (5e-5 if form else 2e-5),
         beta=arguments.beta,
         scale_rewards=arguments.scale,
+        mask_truncated_completions=arguments.mask_truncated,
         use_vllm=bool(arguments.server),
         vllm_mode="server",
         vllm_server_base_url=arguments.server,
@@ -306,7 +307,7 @@ def make_trainer(arguments, out):
         "no_form": [right],
         "gated": [gated_line, right_line],
     }[arguments.reward]
-    kept, stop = Kept(8), Stop(arguments.seconds)
+    kept, stop = Kept(arguments.group), Stop(arguments.seconds)
     lora = LoraConfig(r=32, lora_alpha=64, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOTrainer(
         fewer_bits(arguments) or arguments.model,
@@ -737,7 +738,9 @@ def main():
     parser.add_argument("--rows", type=int, default=2000, help="training rows, the first ones")
     parser.add_argument("--batch", type=int, default=64, help="completions of a micro-batch")
     parser.add_argument("--completions", type=int, default=256, help="of an update")
+    parser.add_argument("--group", type=int, default=8, help="completions of a problem")
     parser.add_argument("--tokens", type=int, default=400, help="of a completion, at most")
+    parser.add_argument("--mask-truncated", action="store_true", help="cut ones are not trained on")
     parser.add_argument("--problems", type=int, default=1319, help="test problems, the first ones")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--kernels", action="store_true", help="a table of kernels (profile)")

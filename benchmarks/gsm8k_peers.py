@@ -109,7 +109,7 @@ def main():
     arguments.reward, arguments.supervised = "right", False
     for missing, value in dict(
         checkpointing=False, plain=True, rate=None, beta=0.0, scale="group", server=None,
-        staleness=0, save=0,
+        staleness=0, save=0, group=8, mask_truncated=False,
     ).items():  # fmt: skip
         setattr(arguments, missing, value)
     rows = gsm8k.rows_of(arguments.data, arguments.rows, *gsm8k.PROMPTS["box"])

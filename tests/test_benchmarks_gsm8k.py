@@ -60,6 +60,7 @@ def test_the_recipe_has_the_settings_of_the_stored_runs(seed):
     stored = json.loads((FOLDER / f"results/gsm8k/right_{seed}.json").read_text())["arguments"]
     later = dict(beta=0.0, scale="group", rate=None, server=None, staleness=0, save=0)
     later |= dict(fp8=None, four_bit=False, mxfp4=False)  # these came since
+    later |= dict(group=8, mask_truncated=False)
     run = gsm8k.settings(argparse.Namespace(**later | stored), "out")
     path = FOLDER.parent / "recipes/qwen_coder_gsm8k.yaml"
     recipe = read_recipe(path, {"seed": str(seed)})

@@ -229,3 +229,21 @@ def test_the_board_of_the_page_holds_the_stored_logs():
         assert {one["step"] for one in run["samples"]} <= {one["step"] for one in log}
     problem = RUNS[0]["lost"][1]
     assert runs[0]["lost"][1]["before"] == problem["before"]
+
+
+def test_a_verdict_has_three_seeds_or_runs_that_wait(scripts):
+    "The table of advice: logs of so many seeds, or no verdict and three runs in the list."
+    from on_cards import read
+
+    waiting = [name for _, _, name, _, _ in read(ROOT / "benchmarks/gsm8k_runs.txt")]
+    table = NEXT.split("### The advice on a trained model")[1].split("### ")[0]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 8
+    for advice, _, seeds, names in rows:
+        for pattern in re.findall(r"`(\w+_)\*`", names):
+            logs = [p for p in (ROOT / "benchmarks/results/gsm8k").glob(f"{pattern}*.json")
+                    if re.fullmatch(rf"{pattern}\d", p.stem)]  # fmt: skip
+            assert len(logs) == int(seeds.split()[0]) and len(logs) in (0, 3, 4), advice
+            if not logs:
+                runs = [name for name in waiting if re.fullmatch(rf"{pattern}\d", name)]
+                assert len(runs) >= (2 if pattern == "coder15_" else 3), advice
