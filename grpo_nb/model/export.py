@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
@@ -446,39 +447,31 @@ def write_safetensors(
                 opened.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 # %% ../../nbs/model/26_export.ipynb #562fc977
-def _shards(lazy, shard_size):
-    "Split tensors, in their order, into lists of at most `shard_size` bytes."
-    shards = [[]]
-    for tensors in lazy:
-        if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensors.nbytes > shard_size:
-            shards.append([])
-        shards[-1].append(tensors)
-    return shards
-
-
 def write_shards(
     folder: Path,
     lazy: list[LazyTensors],
     shard_size: int,  # bytes of a file, at most, unless tensors that belong together are larger
 ) -> list[str]:  # names of the files
     "Write tensors to model.safetensors, or to several shards and an index."
-    shards = _shards(lazy, shard_size)
-    files = ["model.safetensors"]
-    if len(shards) > 1:
-        files = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for file, shard in zip(files, shards):
-        write_safetensors(folder / file, sorted(shard, key=lambda t: -t.entries[0][1].itemsize))
-    if len(files) > 1:
+    first = {tensors.entries[0][0]: tensors for tensors in lazy}
+    split = split_state_dict_into_shards_factory(
+        first,
+        get_storage_size=lambda tensors: tensors.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=shard_size,
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = sorted((first[name] for name in names), key=lambda t: -t.entries[0][1].itemsize)
+        write_safetensors(folder / file, shard)
+    if split.is_sharded:
         places = {
-            name: file
-            for file, shard in zip(files, shards)
-            for tensors in shard
+            name: split.tensor_to_filename[key]
+            for key, tensors in first.items()
             for name, _, _ in tensors.entries
         }
-        total = {"total_size": sum(tensors.nbytes for tensors in lazy)}
-        index = json.dumps({"metadata": total, "weight_map": places}, indent=2)
+        index = json.dumps({"metadata": split.metadata, "weight_map": places}, indent=2)
         (folder / "model.safetensors.index.json").write_text(index)
-    return files
+    return list(split.filename_to_tensors)
 
 # %% ../../nbs/model/26_export.ipynb #5fdf32c1
 @dataclass

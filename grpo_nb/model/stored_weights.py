@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from .attention import has_sinks
 from .float8 import as_float8, block_of, grid, lies_turned
@@ -41,30 +42,18 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Stored:
-    "Where a tensor is in a file, and its dtype and shape; the data are not read."
+    "Where a tensor is, and its dtype and shape; the data are not read."
 
     file: Path
     name: str
     dtype: str  # as safetensors writes it, such as "BF16"
     shape: tuple[int, ...]
-    begin: int  # its first byte in the file
-    nbytes: int
 
-
-def _header(file, size):
-    "(entries of the header by name, the byte where the tensors begin)."
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        text = opened.read(length) if 8 + length <= size else b""
-    try:
-        header = json.loads(text)
-    except ValueError:
-        raise ValueError(
-            f"{file} ({size:,} bytes) has no safetensors header: it was cut off, is a "
-            "pointer of Git LFS in place of the file, or is something else. Fetch it again"
-        ) from None
-    header.pop("__metadata__", None)
-    return header, 8 + length
+    @property
+    def nbytes(self) -> int:
+        "Bytes of the tensor in the file."
+        bits = int(re.search(r"\d+|$", self.dtype)[0] or 8)  # BOOL names none
+        return math.prod(self.shape) * bits // 8
 
 
 def read_header(
@@ -72,21 +61,17 @@ def read_header(
 ) -> dict[str, Stored]:  # by name, in the order of the file
     "The tensors of a safetensors file, from its header alone; a truncated file is refused."
     file = Path(file)
-    size = file.stat().st_size
-    header, start = _header(file, size)
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if size != end:
-        what = "cut off" if size < end else "longer than its header says"
+    try:
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
+            found = {name: (x.get_dtype(), tuple(x.get_shape())) for name, x in slices.items()}
+    except SafetensorError as error:
         raise ValueError(
-            f"{file} is {what}: it has {size:,} bytes, and its {len(header)} tensors end at "
-            f"byte {end:,}. Fetch it again; nothing was loaded"
-        )
-    stored = {}
-    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        first, last = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        stored[name] = Stored(file, name, entry["dtype"], shape, start + first, last - first)
-    return stored
+            f"{file} ({file.stat().st_size:,} bytes) cannot be read ({error}): it was cut off, is "
+            "a pointer of Git LFS in place of the file, or is something else. Fetch it again; "
+            "nothing was loaded"
+        ) from error
+    return {name: Stored(file, name, *entry) for name, entry in found.items()}
 
 # %% ../../nbs/model/23_stored_weights.ipynb #fa4a5a43
 def _only_file(folder):
@@ -448,14 +433,13 @@ def match(
             f"the weights are not those of the {type(model).__name__} that config.json "
             f"describes: of its tensors, {' and '.join(told)}. Nothing was loaded"
         )
+    place = {name: i for i, name in enumerate(stored)}
     steps = [Step(name, wanted[name], sources) for name, sources in found.items()]
-    return sorted(steps, key=lambda step: (str(step.sources[0].file), step.sources[0].begin))
+    return sorted(steps, key=lambda step: place[step.sources[0].name])
 
 # %% ../../nbs/model/23_stored_weights.ipynb #f6a5caff
 def read_stored(source: Stored) -> torch.Tensor:
     "A tensor of a file, memory-mapped: its pages are read from disk at the first access."
-    from safetensors import safe_open
-
     with safe_open(source.file, framework="pt") as file:
         return file.get_tensor(source.name)
 

@@ -128,7 +128,7 @@ def test_a_folder_has_what_llama_cpp_reads(save, shard_size, tmp_path):
         assert set(index["weight_map"].values()) == parts and len(parts) > 4
     else:
         assert parts == {"model.safetensors"}
-    stored = sorted(read_checkpoint(tmp_path / "m").values(), key=lambda t: (t.file, t.begin))
+    stored = read_checkpoint(tmp_path / "m").values()  # in the order of the files
     experts = [t.name for t in stored if t.name.endswith(("_blocks", "_scales"))]
     assert len(experts) == (8 if save is save_mxfp4 else 0)
     for blocks, scales in zip(experts[::2], experts[1::2]):  # it joins what comes in turn
