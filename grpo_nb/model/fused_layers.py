@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SILU', 'FUSED', 'PARTS', 'LEAN', 'fused_norm', 'rotate_reference', 'kernels_for', 'rotate', 'FusedLoraLinears',
-           'has_hooks', 'plain_lora', 'project', 'RecomputedSum', 'RotatedAttention', 'AttentionByHeads',
-           'FusedAttention', 'adapters_are_fused', 'can_go_by_heads', 'with_parent', 'fuse_layers', 'DenseNorm',
-           'DenseMLP', 'DenseAttention', 'fuse_dense_layers', 'SlicedMLP', 'dense_mlps', 'slice_mlps',
-           'experts_in_slices', 'slice_tokens_of', 'slice_layers']
+           'has_hooks', 'plain_lora', 'project', 'RotatedAttention', 'AttentionByHeads', 'FusedAttention',
+           'adapters_are_fused', 'can_go_by_heads', 'with_parent', 'fuse_layers', 'DenseNorm', 'DenseMLP',
+           'DenseAttention', 'fuse_dense_layers', 'SlicedMLP', 'dense_mlps', 'slice_mlps', 'experts_in_slices',
+           'slice_tokens_of', 'slice_layers']
 
 # %% ../../nbs/model/13_fused_layers.ipynb #8132c78c
 import functools
@@ -204,32 +204,6 @@ def project(
     dtype, found = _plain_loras(x, linears)
     return _fused_linears(x.to(dtype), found) if found else [linear(x) for linear in linears]
 
-# %% ../../nbs/model/13_fused_layers.ipynb #8edc7a2f
-class RecomputedSum(torch.autograd.Function):
-    "The sum of some terms, one at a time; each is computed again for its gradients."
-
-    @staticmethod
-    def forward(ctx, term, count, *tensors):  # term(i, *tensors) -> a tensor
-        total = term(0, *tensors)
-        for i in range(1, count):
-            total += term(i, *tensors)
-        ctx.term, ctx.count = term, count
-        ctx.save_for_backward(*tensors)
-        return total
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, gradient):
-        pairs = zip(ctx.saved_tensors, ctx.needs_input_grad[2:])
-        leaves = [x.detach().requires_grad_(needed) for x, needed in pairs]
-        wanted = [x for x in leaves if x.requires_grad]
-        for i in range(ctx.count):
-            with torch.enable_grad():
-                y = ctx.term(i, *leaves)
-            torch.autograd.backward(y, gradient, inputs=wanted)  # adds to `grad`, in place
-            del y
-        return None, None, *(x.grad for x in leaves)
-
 # %% ../../nbs/model/13_fused_layers.ipynb #62b6dee1
 def _heads_output(x, begin, end, layer, found, factors, attend):
     """What key heads from `begin` to `end` and their queries add to a layer's output: x (B, T, H)
@@ -303,18 +277,20 @@ class AttentionByHeads(RotatedAttention):
     def by_heads(self, x, found, step, attend):
         "The layer as a sum over its key heads, `step` of them at a time."
         total = self.config.num_key_value_heads
-        starts = range(0, total, step)
 
         def output_of(*three, heads):
             return attend(*three, heads=heads)[0]
 
-        def term(i, x, *factors):
-            end = min(starts[i] + step, total)
+        def term(begin, x, *factors):
+            end = min(begin + step, total)
             with torch.autocast(x.device.type, enabled=False):
-                return _heads_output(x, starts[i], end, self, found, factors, output_of)
+                return _heads_output(x, begin, end, self, found, factors, output_of)
 
-        factors = (factor for linear in found for factor in linear[2:4])
-        return RecomputedSum.apply(term, len(starts), x, *factors)
+        factors = [factor for linear in found for factor in linear[2:4]]
+        again = functools.partial(
+            checkpoint, term, use_reentrant=False, preserve_rng_state=False
+        )
+        return sum(again(begin, x, *factors) for begin in range(0, total, step))
 
 # %% ../../nbs/model/13_fused_layers.ipynb #6fff1440
 class FusedAttention(AttentionByHeads):
@@ -339,15 +315,8 @@ class FusedAttention(AttentionByHeads):
         if by_heads and cache[0] is None and not self.sinks.requires_grad:
             return self.by_heads(hidden_states.to(dtype), found, step, attend), None
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        if found:
-            three = _fused_linears(hidden_states.to(dtype), found[:3])
-        else:
-            three = project(hidden_states, *linears[:3])
-        out, weights = attend(*(x.view(shape) for x in three))
-        out = out.reshape(*shape[:-2], -1)
-        if found:
-            return _fused_linears(out.to(dtype), found[3:])[0], weights
-        return project(out, self.o_proj)[0], weights
+        out, weights = attend(*(x.view(shape) for x in project(hidden_states, *linears[:3])))
+        return project(out.reshape(*shape[:-2], -1), self.o_proj)[0], weights
 
 # %% ../../nbs/model/13_fused_layers.ipynb #f7da69a1
 def _has_plain_lora(layer):
