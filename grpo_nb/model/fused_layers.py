@@ -287,9 +287,7 @@ class AttentionByHeads(RotatedAttention):
                 return _heads_output(x, begin, end, self, found, factors, output_of)
 
         factors = [factor for linear in found for factor in linear[2:4]]
-        again = functools.partial(
-            checkpoint, term, use_reentrant=False, preserve_rng_state=False
-        )
+        again = functools.partial(checkpoint, term, use_reentrant=False, preserve_rng_state=False)
         return sum(again(begin, x, *factors) for begin in range(0, total, step))
 
 # %% ../../nbs/model/13_fused_layers.ipynb #6fff1440
