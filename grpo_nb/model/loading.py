@@ -60,6 +60,7 @@ from grpo_nb.model.stored_weights import (
     forms,
     in_form,
     in_towers,
+    keep_gradients,
     match,
     read_checkpoint,
     read_config,
@@ -678,6 +679,7 @@ def finish(
     model.max_seq_length = max_seq_length
     for tower in towers(model).values():
         tower.requires_grad_(False)  # texts do not need it
+    keep_gradients(model)
     if _is_on_gpu(model):
         fuse_dense_layers(model)
     if layout.offload_embedding:

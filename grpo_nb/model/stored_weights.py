@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'SMALLEST', 'Stored', 'read_header', 'read_checkpoint', 'find_folder', 'read_config',
            'read_tokenizer', 'released_class', 'towers', 'in_towers', 'released_files', 'towers_in_16_bits', 'skeleton',
-           'Form', 'forms', 'Step', 'match', 'read_stored', 'nf4', 'empty_blocks', 'pack_dense', 'unpack_experts',
-           'read_parameter', 'in_form']
+           'Form', 'forms', 'Step', 'match', 'read_stored', 'nf4', 'keep_gradients', 'empty_blocks', 'pack_dense',
+           'unpack_experts', 'read_parameter', 'in_form']
 
 # %% ../../nbs/model/23_stored_weights.ipynb #81ccd0d7
 import copy
@@ -452,6 +452,18 @@ def nf4(
 
     kind = dict(compress_statistics=True, quant_type="nf4")
     return Params4bit(weight, requires_grad=False, **kind).to(weight.device)
+
+
+def keep_gradients(
+    model: torch.nn.Module,  # with bitsandbytes' layers in 4 bits, or without
+) -> None:
+    """On a CPU bitsandbytes lays weights in 4 bits out anew when a model draws, for a product that
+    has no gradient: not in this model, and what was laid out so is put back."""
+    for module in model.modules():
+        if getattr(module, "support_avx512bf16_for_cpu", False):
+            module.support_avx512bf16_for_cpu = False
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                module.state_dict()  # which puts them back
 
 
 def empty_blocks(

@@ -31,7 +31,13 @@ from ..model.fused_layers import fuse_dense_layers
 from ..model.offload import check_embedding
 from ..model.packed import FrozenWeight
 from ..model.pictures import SIGHTS, load_processor
-from ..model.stored_weights import released_class, skeleton, towers, towers_in_16_bits
+from grpo_nb.model.stored_weights import (
+    keep_gradients,
+    released_class,
+    skeleton,
+    towers,
+    towers_in_16_bits,
+)
 from .config import GRPOConfig, warn
 from .policy_logprobs import base_causal_model, find_head
 from .rewards import loading
@@ -359,6 +365,7 @@ def load_policy(
             "pass the name"
         )
     check_attention(model)
+    keep_gradients(model)
     parts = parts_to_train(model, config, sees, peft_config is not None)
     model = with_adapter(model, peft_config, parts)
     others = [

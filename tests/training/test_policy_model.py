@@ -135,3 +135,40 @@ def test_another_family_or_a_named_attention_stays_as_it_is(name):
     named = {"attn_implementation": "sdpa"} if name == "Llama" else None
     assert not quicken(model, GRPOConfig(model_init_kwargs=named))
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.full  # with the extra [gpu], whose bitsandbytes computes on a CPU too
+@pytest.mark.parametrize("drawn_before", [False, True])
+def test_an_adapter_on_four_bits_has_its_gradient_behind_a_completion(drawn_before, monkeypatch):
+    "bitsandbytes' product for drawing on a CPU has none."
+    bitsandbytes = pytest.importorskip(
+        "bitsandbytes", reason="needs bitsandbytes: pip install grpo_nb[gpu]"
+    )
+    sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32)
+    models = dense_model("Qwen2", **sizes), dense_model("Qwen2", **sizes)  # Qwen2 has biases
+    for name, linear in list(models[0].model.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            packed = bitsandbytes.nn.Linear4bit(
+                *(linear.in_features, linear.out_features, linear.bias is not None),
+                quant_type="nf4",
+            )
+            packed.load_state_dict(linear.state_dict())
+            models[0].model.set_submodule(name, packed.to("cpu"))
+            known = packed.weight.data, packed.weight.quant_state
+            exact = bitsandbytes.functional.dequantize_4bit(*known)
+            models[1].model.get_submodule(name).weight.data = exact.float()
+    ids, found = torch.arange(4, 20)[None], []
+    for model in models:
+        if drawn_before:
+            with torch.no_grad():
+                model.eval()(ids)
+        lora = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+        torch.manual_seed(0)
+        policy = load_policy(model, PLAIN, lora).eval()
+        with torch.no_grad():
+            policy(ids)
+        policy(ids, labels=ids).loss.backward()
+        found.append([p.grad for p in policy.parameters() if p.requires_grad])
+    off = 0.1 if drawn_before else 1e-3  # laying out rounds scales to bfloat16
+    for own, exact in zip(*found, strict=True):
+        assert (own - exact).norm() < off * exact.norm()
