@@ -287,14 +287,8 @@ def _listening(args: argparse.Namespace):
     check_listening(args.host, args.api_key)
     server = Server(args.host, args.port)  # before the model is loaded, which may take minutes
     try:
-        try:
-            if args.lora_dir is not None:
-                args.lora_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(
-                f"--lora-dir is {args.lora_dir}, which is no folder and cannot be made one "
-                f"({error.strerror}): name a folder, one that is there or a new one"
-            ) from None
+        if args.lora_dir is not None:
+            args.lora_dir.mkdir(parents=True, exist_ok=True)
         names = ("lora_dir", "max_loras", "max_lora_rank", "logprobs_mode", "api_key")
         given = {name: getattr(args, name) for name in names}
         named = args.served_model_name or args.model
@@ -317,7 +311,7 @@ def serve(
             server = _listening(args)
             folder = args.lora_dir and args.lora_dir.resolve()
             adapters = f", adapters from {folder}" if folder else ", no adapters (--lora-dir)"
-            stop = server.RequestHandlerClass.stand_in.added_stop()
+            stop = server.stand_in.added_stop()
             _tell(f"{args.model} at {server.url}{adapters}{stop}")
             try:
                 with server:

@@ -416,16 +416,14 @@ def test_serve_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch,
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         line = said("--port", str(port))
-    assert line.startswith(f"port {port} at 127.0.0.1 is taken by another program: ")
+    assert line.startswith(f"port {port} at 127.0.0.1 cannot be used (Address already in use): ")
     file = tmp_path / "file"
     file.touch()
     for folder in (file, file / "below"):
-        line = said("--port", "0", "--lora-dir", str(folder))
-        assert line.startswith(f"--lora-dir is {folder}, which is no folder") and "name a" in line
-    for host in ("no-such-host.invalid", "a..b"):
+        assert str(folder) in said("--port", "0", "--lora-dir", str(folder))
+    for host in ("no-such-host.invalid", "a..b", "203.0.113.9"):
         line = said("--port", "0", "--host", host, "--api-key", "x")
-        assert line.startswith(f"host is {host!r}, a name that is not known here: give an address")
-    assert "203.0.113.9 is on another machine" in said("--host", "203.0.113.9", "--api-key", "x")
+        assert line.startswith(f"port 0 at {host} cannot be used (") and "address of this" in line
     assert not loaded
 
 

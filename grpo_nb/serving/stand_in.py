@@ -4,13 +4,12 @@
 
 # %% auto #0
 __all__ = ['ADAPTER_FILES', 'UNREADABLE', 'READING', 'NEUTRAL', 'MOST_ROWS', 'LEFT', 'LOOK_S', 'GATHER_S', 'GET', 'POST',
-           'QUERIES', 'END_S', 'BODY_S', 'CANNOT', 'Refusal', 'check_folder', 'check_below', 'tensors_of',
-           'replace_weights', 'check_tensors', 'check_adapter', 'Adapters', 'sampling_of', 'prompts_of', 'check_there',
-           'raw_logps', 'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Turns', 'Wanted', 'StandInRoutes',
-           'StandInDraws', 'StandIn', 'is_loopback', 'check_listening', 'HandlerReads', 'Handler', 'Server', 'serving']
+           'QUERIES', 'END_S', 'BODY_S', 'Refusal', 'check_folder', 'check_below', 'tensors_of', 'replace_weights',
+           'check_tensors', 'check_adapter', 'Adapters', 'sampling_of', 'prompts_of', 'check_there', 'raw_logps',
+           'make_raw', 'choice', 'tokens_choice', 'prompt_logprobs', 'Wanted', 'StandInRoutes', 'StandInDraws',
+           'StandIn', 'is_loopback', 'check_listening', 'HandlerReads', 'Handler', 'Server', 'serving']
 
 # %% ../../nbs/serving/07_stand_in.ipynb #605f53b2
-import errno
 import hmac
 import json
 import re
@@ -326,43 +325,8 @@ def prompt_logprobs(
     values = raw_logps(model, ids).tolist() if len(ids) > 1 else []
     return [None, *({str(i): {"logprob": value}} for i, value in zip(ids[1:], values))]
 
-# %% ../../nbs/serving/07_stand_in.ipynb #7e28cfd1
+# %% ../../nbs/serving/07_stand_in.ipynb #1a366134
 LOOK_S = 0.2  # between two looks at whether a client that waits is still there
-
-
-class Turns:
-    "A lock for which nobody waits whose client has left."
-
-    def __init__(self):
-        self.changed, self.taken = threading.Condition(), False
-
-    def take(
-        self,
-        answer: Future | None = None,  # it ends the waiting, too
-    ) -> bool:  # whether it is one's turn; False: the answer is there. Refusal
-        "Wait for a turn, or for what somebody else's turn brings."
-        answer = answer or Future()
-        with self.changed:
-            while self.taken and not answer.done():
-                self.changed.wait(LOOK_S)
-                check_there()
-            mine = not answer.done()
-            self.taken = self.taken or mine
-        return mine
-
-    def give(self) -> None:
-        "Let the next one in."
-        with self.changed:
-            self.taken = False
-            self.changed.notify_all()
-
-    def __enter__(self) -> None:  # Refusal
-        self.take()
-
-    def __exit__(self, *error) -> None:
-        self.give()
-
-# %% ../../nbs/serving/07_stand_in.ipynb #5653646e
 GATHER_S = 0.01  # a drawing begins when for so long nobody has asked
 
 
@@ -506,15 +470,22 @@ class StandInDraws(StandInRoutes):
             raise Refusal(400, str(error)) from None
         self.wanted[one] = None
         try:
-            if self.lock.take(one.answer):
-                try:
-                    self.draw_for(self.along_with(one))
-                finally:
-                    self.lock.give()
+            while not one.answer.done():
+                if self.lock.acquire(timeout=LOOK_S):
+                    self.draw_turn(one)
+                check_there()
         finally:
             self.wanted.pop(one, None)
             one.answer.cancel()
         return one.answer.result()
+
+    def draw_turn(self, one: Wanted) -> None:
+        "Draw for a request and for those that wait with it, and let the next one in."
+        try:
+            if not one.answer.done():  # another's turn may have brought it
+                self.draw_for(self.along_with(one))
+        finally:
+            self.lock.release()
 
     def along_with(self, first: Wanted) -> list[Wanted]:
         "What is drawn together with a request: what waits and wants the same, as rows allow."
@@ -602,7 +573,7 @@ class StandIn(StandInDraws):
         self.adapters, self.tokenizer, self.name = Adapters(model, max_lora_rank), tokenizer, name
         self.lora_dir = None if lora_dir is None else Path(lora_dir).resolve()
         self.max_loras, self.logprobs_mode, self.api_key = max_loras, logprobs_mode, api_key
-        self.lock, self.asleep, self.count = Turns(), False, 0
+        self.lock, self.asleep, self.count = threading.Lock(), False, 0
         self.wanted: dict[Wanted, None] = {}  # that wait, in the order in which they came
         self.trials = Trials()  # of reading the model's tensors
         self.weights = None  # those that it was started with, once it has read others
@@ -661,7 +632,7 @@ QUERIES = ("/sleep", "/wake_up", "/reset_prefix_cache")  # POST routes whose set
 END_S = 10.0  # that its end waits for what is under way
 BODY_S = 60.0  # in which more of a request has to come
 
-# %% ../../nbs/serving/07_stand_in.ipynb #2bc04bdf
+# %% ../../nbs/serving/07_stand_in.ipynb #e9dfebd2
 class HandlerReads(BaseHTTPRequestHandler):
     "What is read of a request, with a bound, and who may send one."
 
@@ -682,7 +653,7 @@ class HandlerReads(BaseHTTPRequestHandler):
             raise Refusal(400, "send the header 'Content-Type: application/json' with every POST.")
         if post and query and path not in QUERIES:
             raise Refusal(400, f"{path} takes no query: send ?{query} as JSON in the body.")
-        key, given = self.stand_in.api_key, self.headers.get("Authorization", "").encode()
+        key, given = self.server.stand_in.api_key, self.headers.get("Authorization", "").encode()
         if path != "/health" and key and not hmac.compare_digest(given, f"Bearer {key}".encode()):
             raise Refusal(401, "Unauthorized: send the header 'Authorization: Bearer TOKEN'.")
         if path not in routes:
@@ -719,12 +690,11 @@ class HandlerReads(BaseHTTPRequestHandler):
             raise Refusal(400, "the body is no JSON object.")
         return asked
 
-# %% ../../nbs/serving/07_stand_in.ipynb #de4b4ffe
+# %% ../../nbs/serving/07_stand_in.ipynb #f121a8d5
 class Handler(HandlerReads):
     "A request over HTTP: who asks, which route, and the answer as JSON."
 
     timeout = BODY_S
-    stand_in: StandIn  # set by `Server.listen`
 
     def do_GET(self) -> None:
         "A route that only tells."
@@ -746,8 +716,8 @@ class Handler(HandlerReads):
             return bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
-        except ValueError:  # a number that select does not take
-            return False
+        except ValueError:  # a number that select does not take; below 0: it is closed
+            return self.connection.fileno() < 0
 
     def said(self, routes: list[str]) -> Any:  # Refusal
         "Do what is asked."
@@ -763,7 +733,7 @@ class Handler(HandlerReads):
         LEFT.set(self.has_left)
         body = self.read()
         asked = {name: values[-1] for name, values in parse_qs(url.query).items()} | body
-        return getattr(self.stand_in, url.path.rpartition("/")[2])(asked)
+        return getattr(self.server.stand_in, url.path.rpartition("/")[2])(asked)
 
     def answer(self, routes: list[str]) -> None:
         "Do what is asked, and send what comes of it."
@@ -790,14 +760,7 @@ class Handler(HandlerReads):
         except (ConnectionError, TimeoutError):
             pass
 
-# %% ../../nbs/serving/07_stand_in.ipynb #058dec99
-CANNOT = {  # number of an error -> what is said of it
-    errno.EADDRINUSE: "is taken by another program: end it, or give another port (0: a free one)",
-    errno.EADDRNOTAVAIL: "is on another machine: give an address of this one, as 127.0.0.1",
-    errno.EACCES: "is not for this user: give a port from 1024 on",
-}
-
-# %% ../../nbs/serving/07_stand_in.ipynb #b241ef1e
+# %% ../../nbs/serving/07_stand_in.ipynb #53c4f3da
 class Server(ThreadingHTTPServer):
     "A thread for each connection; none keeps the program alive."
 
@@ -808,24 +771,20 @@ class Server(ThreadingHTTPServer):
         host: str,
         port: int,  # 0: one that is free
     ):  # OSError; the address is taken, and nobody is let in before `listen`
-        self.turns, self.ending, self.cut = None, False, False  # cut: something was computed
+        self.stand_in, self.ending, self.cut = None, False, False  # cut: something was computed
         self.host, self.address_family = host, socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), Handler, bind_and_activate=False)
         try:
             self.server_bind()
-        except (socket.gaierror, UnicodeError):
+        except (OSError, UnicodeError) as error:
             raise OSError(
-                f"host is {host!r}, a name that is not known here: give an address of this "
-                "machine, as 127.0.0.1"
+                f"port {port} at {host} cannot be used ({getattr(error, 'strerror', error)}): give "
+                "another port (0: a free one), or an address of this machine, as 127.0.0.1"
             ) from None
-        except OSError as error:
-            why = CANNOT.get(error.errno, f"cannot be used: {error}")
-            raise OSError(f"port {port} at {host} {why}") from None
 
     def listen(self, stand_in: StandIn) -> None:  # OSError
         "Let requests in, for this one."
-        self.RequestHandlerClass = type("Handler", (Handler,), {"stand_in": stand_in})
-        self.turns = stand_in.lock
+        self.stand_in = stand_in
         self.server_activate()
 
     def handle_error(self, request: socket.socket, client_address: Any) -> None:
@@ -836,10 +795,10 @@ class Server(ThreadingHTTPServer):
     def server_close(self) -> None:
         "End what is computed, and wait for it: no thread may compute while Python ends."
         self.ending = True
-        if (turns := self.turns) is not None:
-            self.cut = self.cut or turns.taken
-            with turns.changed:
-                turns.changed.wait_for(lambda: not turns.taken, END_S)
+        if self.stand_in is not None:
+            self.cut = self.stand_in.lock.locked()
+            if self.stand_in.lock.acquire(timeout=END_S):
+                self.stand_in.lock.release()
         super().server_close()
 
     @property

@@ -304,7 +304,7 @@ def drawing(url, stand_in, body=LONG):
     "A connection whose request is being drawn."
     data = json.dumps(body).encode()
     connection = started(url, head_of(len(data)), data)
-    wait_until(lambda: stand_in.lock.taken)
+    wait_until(stand_in.lock.locked)
     return connection
 
 
