@@ -8,7 +8,6 @@ __all__ = ['demo', 'train', 'serve', 'plan', 'report_of_run', 'course_folder', '
 
 # %% ../nbs/91_cli.ipynb #413eb6b1
 import argparse
-import getpass
 import importlib.metadata
 import importlib.resources
 import itertools
@@ -19,9 +18,7 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import traceback
 import warnings
@@ -75,43 +72,37 @@ def _prepare(
     one_run: OneRun,  # that `out` is held by
 ) -> dict:  # the same for the run; ValueError if `out` cannot be used
     "Write the marker file of a run; an earlier run is moved aside."
-    try:
-        inside = sorted(p.name for p in out.iterdir() if p != one_run.path)
-        ours = _marker in inside
-        if inside and not ours:
-            raise ValueError(
-                f"--out {out} holds other files ({', '.join(inside[:3])}); name a folder "
-                "that is new, empty, or an earlier demo's"
-            )
-        if resume and not ours:
-            raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
-        run = dict.fromkeys(_kept) | {"seed": 0}
-        if resume:
+    inside = sorted(p.name for p in out.iterdir() if p != one_run.path)
+    ours = _marker in inside
+    if inside and not ours:
+        raise ValueError(
+            f"--out {out} holds other files ({', '.join(inside[:3])}); name a folder "
+            "that is new, empty, or an earlier demo's"
+        )
+    run = dict.fromkeys(_kept) | {"seed": 0}
+    if resume:
+        try:
             run |= json.loads((out / _marker).read_text(encoding="utf-8"))
-        for name in ("seed", "model") if resume else ():
-            if given[name] not in (None, run[name]):
-                raise ValueError(
-                    f"the run in {out} was started with --{name} {run[name]}; leave --{name} out "
-                    "to resume it, or --resume to start a new one"
-                )
-        run |= {name: value for name, value in given.items() if value is not None}
-        if ours and not resume:
-            names = (out.with_name(f"{out.name}-{number}") for number in itertools.count(1))
-            one_run.folder = out.rename(next(name for name in names if not name.exists()))
-            _tell(f"The earlier run in {out} is now in {one_run.folder}.")
-            one_run.give_back()
-            one_run.folder = out
-            one_run.take()
-        write_json(out / _marker, run, indent=None)
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        raise ValueError(
-            f"{out / _marker} is damaged, so the seed of the run is not known: leave --resume out "
-            "to move the run aside and start anew"
-        ) from None
-    except OSError as error:
-        raise ValueError(
-            f"--out {out} cannot be written: {error.strerror or error}; name another folder"
-        ) from None
+        except ValueError:  # no JSON, or no text
+            raise ValueError(
+                f"{out / _marker} is damaged, so the seed of the run is not known: leave --resume "
+                "out to move the run aside and start anew"
+            ) from None
+    for name in ("seed", "model") if resume else ():
+        if given[name] not in (None, run[name]):
+            raise ValueError(
+                f"the run in {out} was started with --{name} {run[name]}; leave --{name} out "
+                "to resume it, or --resume to start a new one"
+            )
+    run |= {name: value for name, value in given.items() if value is not None}
+    if ours and not resume:
+        names = (out.with_name(f"{out.name}-{number}") for number in itertools.count(1))
+        one_run.folder = out.rename(next(name for name in names if not name.exists()))
+        _tell(f"The earlier run in {out} is now in {one_run.folder}.")
+        one_run.give_back()
+        one_run.folder = out
+        one_run.take()
+    write_json(out / _marker, run, indent=None)
     return run
 
 # %% ../nbs/91_cli.ipynb #65364508
@@ -155,9 +146,7 @@ def demo(
             run_demo(**run, **how, bars=sys.stderr.isatty())
 
     try:
-        if out.exists() and not out.is_dir():
-            raise ValueError(f"--out {out} is a file; name a folder, new or empty")
-        if args.resume and not out.exists():
+        if args.resume and not (out / _marker).exists():
             raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
         with one_run.held(args.resume):
             run = _prepare(out, args.resume, given, one_run)
@@ -598,7 +587,7 @@ def lessons(
             file=sys.stderr,
         )
         return 1
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if folder.exists() and any(folder.iterdir()):
         args.parser.error(f"{folder} is not empty: give a folder that does not exist yet")
     folder.mkdir(parents=True, exist_ok=True)
     for path in map(source.joinpath, _course):
@@ -701,13 +690,10 @@ def devices() -> list[dict]:  # for each: name, type, memory in bytes, dtypes, c
 # %% ../nbs/91_cli.ipynb #fd2f1c5a
 def kernel_folders() -> dict:  # of torch.compile's and of Triton's
     "Where compiled kernels are kept, by the variables that say so or by default."
-    try:
-        user = getpass.getuser()
-    except (KeyError, ImportError, OSError):  # a user without a name
-        user = f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
-    torch_s = Path(tempfile.gettempdir()) / ("torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
     triton_s = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton/cache"
-    defaults = {"TORCHINDUCTOR_CACHE_DIR": torch_s, "TRITON_CACHE_DIR": triton_s}
+    defaults = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), "TRITON_CACHE_DIR": triton_s}
     return {name: os.path.abspath(os.environ.get(name) or at) for name, at in defaults.items()}
 
 
@@ -742,35 +728,21 @@ def vllm_report(
     "Whether a run could draw with these."
     found = {}
     if server:
-        from http.client import HTTPException
-
         from grpo_nb.serving.server import ServerError, probe
 
         try:
-            told = probe(server, api_key)
-            said = [
-                f"{one['url']}: version {one['version']}, {told['model']}"
-                + "".join(f", {name} {value}" for name, value in one["adapters"].items() if value)
-                + f"; {'; '.join(one['faults']) or 'a run can use it'}"
-                for one in told["servers"]
-            ]
-            ok = not any(one["faults"] for one in told["servers"])
-        except (ServerError, ValueError, OSError, HTTPException) as error:
-            said, ok = [str(error) or type(error).__name__], False
-        found["server"] = {"ok": ok, "said": said}
+            said, fits = zip(*probe(server, api_key))
+        except (ServerError, ValueError) as error:
+            said, fits = [str(error)], [False]
+        found["server"] = {"ok": all(fits), "said": said}
     if python:
-        code = "import importlib.metadata; print(importlib.metadata.version('vllm'))"
-        ok = False
+        from grpo_nb.serving.colocated import check_vllm
+
         try:
-            done = subprocess.run([python, "-c", code], capture_output=True, text=True, timeout=60)
-            ok, said = not done.returncode, f"vllm {done.stdout.strip()}"
-        except (OSError, subprocess.TimeoutExpired) as error:
-            said = f"cannot be run ({error})"
-        else:
-            if not ok:
-                needed = next((row["needed"] for row in packages() if row["name"] == "vllm"), "")
-                said = f"has no vllm: uv pip install --python {shlex.quote(python)} vllm{needed}"
-        found["python"] = {"ok": ok, "said": [f"{python}: {said}"]}
+            said, ok = f"{python}: vllm {check_vllm(python)}", True
+        except ImportError as error:
+            said, ok = str(error), False
+        found["python"] = {"ok": ok, "said": [said]}
     return found
 
 # %% ../nbs/91_cli.ipynb #151f9fa4
@@ -805,8 +777,7 @@ def _lines(
             there = "" if Path(folder).is_dir() else ", which is not there yet"
             lines.append(f"  {folder}{there} ({name})")
     if facts.get("vllm"):
-        said = [f"  {line}" for one in facts["vllm"].values() for line in one["said"]]
-        lines += ["", "vLLM", *said]
+        lines += ["", "vLLM", *(f"  {s}" for one in facts["vllm"].values() for s in one["said"])]
     for title, wanted in (("Required", False), ("Optional", True)):
         lines += ["", title]
         for row in facts["packages"]:

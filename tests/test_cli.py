@@ -96,7 +96,7 @@ REFUSED = [
     (("demo", "--seed", "-1"), "from 0 to 4294967295"),
     (("demo", "--seed", 2**32), "from 0 to 4294967295"),
     (("demo", "--seed", "nan"), "'nan' is no whole number"),
-    (("demo", "--out", "/dev/null"), "is a file"),
+    (("demo", "--out", "/dev/null"), "cannot be written"),
     (("demo", "--out", "/dev/null/inside"), "cannot be written"),
     (("demo", "--out", "/proc/grpo"), "cannot be written"),
     (("demo", "--resume", "--out", "/tmp/there-is-no-such-run"), "no run to resume"),
@@ -392,7 +392,7 @@ def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys, mo
         status, line = said("--server", page)
     assert status == 1 and f"{page} is no vLLM server" in line
     status, line = said("--vllm-python", str(tmp_path / "python"))
-    assert status == 1 and "cannot be run" in line
+    assert status == 1 and "has none (No such file or directory)" in line
     made = tmp_path / "python"
     for does, status, words in (("echo 0.25.1", 0, "vllm 0.25.1"), ("exit 1", 1, "vllm==0.25.1")):
         made.write_text(f"#!/bin/sh\n{does}\n")
@@ -690,7 +690,7 @@ def test_a_folder_that_the_terminal_cannot_name(environment, tmp_path):
 
 def test_names_that_no_file_has_are_sentences(tmp_path, capsys):
     long = tmp_path / ("a" * 300)
-    assert cli.main(["demo", "--out", str(long)]) == 1
+    assert cli.main(["demo", "--out", str(long)]) == 2
     assert "File name too long" in capsys.readouterr().err
     assert cli.main(["lessons", str(long)]) == 1
     assert "File name too long" in capsys.readouterr().err

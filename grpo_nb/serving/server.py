@@ -445,7 +445,7 @@ class VLLMServer(ServerDraws):
 # %% ../../nbs/serving/01_server.ipynb #9c1d2e02
 def told_by(
     server: VLLMServer, address: Address
-) -> dict[str, Any]:  # url, version, adapters, faults
+) -> tuple[str, bool]:  # a line, and whether a run can use it
     "What a server says of itself, and why a run could not use it."
     version = server.servers.tell(address, "/version")
     settings = settings_of(server.servers.info(address))
@@ -454,19 +454,17 @@ def told_by(
     status, answer = address.ask("/v1/load_lora_adapter", nowhere)
     if not found and status == 404 and "adapter found" not in reason_of(answer):
         found = ["it takes no adapters: start it with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"]
+    version = version.get("version") if isinstance(version, dict) else None
     lora = settings[0] if settings else {}
-    return {
-        "url": address.url,
-        "version": version.get("version") if isinstance(version, dict) else None,
-        "adapters": {name: lora.get(name) for name in ("max_loras", "max_lora_rank")},
-        "faults": found,
-    }
+    adapters = [f", {name} {lora[name]}" for name in ("max_loras", "max_lora_rank") if name in lora]
+    said = f"{address.url}: version {version}, {server.base}{''.join(adapters)}"
+    return f"{said}; {'; '.join(found) or 'a run can use it'}", not found
 
 
 def probe(
     urls: str,  # an address, or several with commas between
     api_key: str | None = None,  # a token that is sent along
-) -> dict[str, Any]:  # model, servers; ServerError and ValueError with what is wrong
+) -> list[tuple[str, bool]]:  # of each server; ServerError and ValueError with what is wrong
     "Look at servers as a run does before it begins, and load nothing."
     server = VLLMServer(urls, folder=".", wait_s=0, api_key=api_key, process=1)
-    return {"model": server.base, "servers": [told_by(server, one) for one in server.addresses]}
+    return [told_by(server, one) for one in server.addresses]
