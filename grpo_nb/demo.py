@@ -238,12 +238,9 @@ def state_before(
 
 def read_before(
     folder: Path,  # of the run
-) -> dict[str, Any] | None:  # None: it is not there, or damaged
+) -> dict[str, Any]:
     "What `state_before` saved."
-    try:
-        return json.loads((folder / "before.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return json.loads((folder / "before.json").read_text(encoding="utf-8"))
 
 
 def write_results(
@@ -280,11 +277,9 @@ def starting_point(
     name: str | None = None,  # of a trained model, which needs no warm-up
 ):  # model, tokenizer, and what `state_before` measures
     "The model that training begins with; that of a resumed run gets its weights by the trainer."
-    began, before = time.perf_counter(), read_before(folder) if checkpoint else None
-    if before is not None:
-        return *demo_model(seed, name), before
+    began = time.perf_counter()
     if checkpoint:
-        say(f"{folder / 'before.json'} is damaged or gone: its numbers are measured once more")
+        return *demo_model(seed, name), read_before(folder)
     if not (name or bars or quiet):
         say("warming up on worked sums", sys.stderr)
     made = demo_model(seed, name) if name else warmed_up_model(seed, train, progress=bars)

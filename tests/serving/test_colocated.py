@@ -99,9 +99,7 @@ def test_the_command_says_what_a_run_needs(monkeypatch):
 
 
 def test_without_vllm_the_run_does_not_begin(tmp_path):
-    with pytest.raises(
-        ImportError, match="this/python has none .*vllm_python.*vllm_mode='server'"
-    ):
+    with pytest.raises(ImportError, match="this/python has none .*vllm_python.*vllm_mode='server'"):
         check_vllm("this/python")
     model, tokenizer = tiny_gpt_oss()
     config = small_config(tmp_path, use_vllm=True, vllm_python="this/python")

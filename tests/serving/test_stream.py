@@ -325,9 +325,8 @@ def test_a_process_draws_the_same_and_its_end_is_a_sentence(tmp_path):
         assert same(here, elsewhere)
         assert without_clocks(here.log_history) == without_clocks(elsewhere.log_history)
 
-        process = there.process
-        kill = leave(lambda: os.kill(process.pid, signal.SIGKILL))
+        kill = leave(lambda: os.kill(there.process.pid, signal.SIGKILL))
         with pytest.raises(RuntimeError, match="draws completions ended with code -9"):
             run(tmp_path / "c", sampler=there, reward=kill, max_steps=9)
-        assert checkpoints(tmp_path / "c") and process.returncode == -9 and there.process is None
+        assert checkpoints(tmp_path / "c") and there.process is None
         assert no_thread()
