@@ -83,18 +83,11 @@ class ServerLooks:
         self, address: Address, body: dict[str, Any], retries: int
     ) -> list[dict]:  # ServerError
         "What one server draws before it is used; asked again with a bound, as for a rollout."
-        stalls = 0
-        for attempt in range(retries + 1):
-            try:
-                choices, why = self.judged(address, *address.ask(*addressed(body)), body)
-            except NoAnswer as error:
-                choices, why, stalls = None, str(error), stalls + error.stalled
-            if choices is not None:
-                return choices
-            if not self.servers.again(address, attempt, retries, stalls):
-                break
-        failed = f"{address.url} drew nothing in {attempt + 1} attempts ({why}). {LOOK}"
-        raise BroughtNothing(failed, stalls > 0)
+
+        def ask():
+            return self.judged(address, *address.ask(*addressed(body)), body)
+
+        return self.servers.insist(address, ask, "drew nothing", retries)
 
     def judged(
         self, address: Address, status: int, answer: Any, body: dict[str, Any]
@@ -301,7 +294,7 @@ class ServerRequests(ServerAttempts):
                 pauses += 1
         raise ServerError(
             f"{address.url} gave no completions in {attempt} attempts "
-            f"({why.removesuffix(f' {LOOK}')}). {LOOK}"
+            f"({why.partition(f' {LOOK}')[0]}). {LOOK}"
         )
 
 # %% ../../nbs/serving/01_server.ipynb #aeb2ade9
