@@ -197,7 +197,7 @@ def preempted(out, rank):
     trainer = four_updates(out, options.get("save_steps", 100), **options.get("settings", {}))
     if rank == options.get("rank", 0) and "pause" in options:
         pause_at(trainer, **options["pause"])
-    trainer.leaving.preemption.grace_s = options.get("grace_s", 20)
+    trainer.leaving.grace_s = options.get("grace_s", 20)
     trainer.train()
 
 

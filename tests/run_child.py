@@ -62,7 +62,7 @@ def pause_at(trainer, at, step, seconds, grace_s=20, folder=None, swallow=False)
     }[at]
     original = getattr(part, name)
     marker = Path(folder or trainer.config.output_dir) / "paused"
-    trainer.leaving.preemption.grace_s = grace_s
+    trainer.leaving.grace_s = grace_s
 
     def slow(*arguments, **others):
         if trainer.state.global_step == step and not marker.exists():

@@ -203,9 +203,8 @@ class Updated(Judged):
             self.callbacks.tell_record(record)
             self.left_over = {} if due else record
         self.checkpointer.mark()
-        self.leaving.moved()
+        self.leaving.interruptible()
         self.evaluate_and_save()
-        self.leaving.ctrl_c.check()
 
     def evaluate_and_save(self) -> None:
         "Do what is due after an update; a run that is stopped on the way does it on resuming."
@@ -225,7 +224,7 @@ class Updated(Judged):
 
     def save_checkpoint(self) -> None:
         "Write a checkpoint of the last update."
-        self.leaving.preemption.begin_moving()
+        self.leaving.begin_moving()
         self.checkpointer.save()
         self.leaving.interruptible()
 

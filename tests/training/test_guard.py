@@ -284,11 +284,11 @@ def test_ctrl_c_waits_until_the_adapter_is_put_back(tmp_path):
     trainer.guard.past[0] = [torch.zeros_like(p) for p in trainer.guard.adapter()]
     with pytest.raises(KeyboardInterrupt), trainer.guard.as_it_was(0):
         assert not any(p.any() for p in trainer.guard.adapter())
-        trainer.leaving.ctrl_c.pressed()
+        trainer.leaving.pressed()
         reached.append(True)
     assert reached and all(torch.equal(x, now[n]) for n, x in weights_of(trainer.model).items())
     with trainer.guard.as_it_was(None):  # nothing is put in: a hanging sampler can be left
-        assert not trainer.leaving.ctrl_c.moving
+        assert trainer.leaving.phase == "between"
 
 
 def test_processes_compare_under_one_version():
