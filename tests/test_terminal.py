@@ -23,7 +23,6 @@ from grpo_nb.training.reporting import (
     HintWriter,
     Log,
     message_text,
-    metrics_text,
     samples_text,
     say,
 )
@@ -98,12 +97,10 @@ def test_a_run_prints_what_was_drawn_and_names_without_their_orders(tmp_path, ca
     assert not any(orders_in(str(one.message)) for one in told)
 
 
-def test_lines_of_the_log_hints_and_metrics(capsys):
+def test_lines_of_the_log_and_hints(capsys):
     say(f"hint: {ORDERS}\nsecond line")
     printed = capsys.readouterr().out
     assert shows(printed) and printed.count("\n") == 2
-    say(metrics_text("eval", {ORDERS: 1.0}))
-    assert shows(capsys.readouterr().out)
     writer = HintWriter(small_config_of(), "no", Log(None), lambda: ORDERS)
     for step in range(40):
         logs = {"step": step, "num_tokens": 1, "completions/clipped_ratio": 1.0}

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, trainer_pt_utils
 
 from ..training import trainer
 from ..training.config import FROM_TRL, GRPOConfig, by_sentence
-from ..training.reporting import metrics_text, say, write_metrics
 
 # %% ../../nbs/compat/02_trl.ipynb #efc2fc99
 INSTEAD = by_sentence("""
@@ -110,24 +109,8 @@ NOT_CALLED = {name: instead for instead, names in DEFINE_INSTEAD for name in nam
 class ReportingTrainer(trainer.GRPOTrainer):
     "A trainer with the reports of transformers' `Trainer`."
 
-    def log_metrics(
-        self,
-        split: str,  # "train", "eval", ...: the heading
-        metrics: dict[str, Any],  # of `train().metrics` or `evaluate()`
-    ) -> None:
-        "Print the numbers of a run or an evaluation, one a line, in the main process."
-        if self.is_world_process_zero():
-            say(metrics_text(split, metrics))
-
-    def save_metrics(
-        self,
-        split: str,  # "train", "eval", ...: part of the file's name
-        metrics: dict[str, Any],  # of `train().metrics` or `evaluate()`
-        combined: bool = True,  # add them to all_results.json too
-    ) -> None:
-        "Write numbers to SPLIT_results.json in output_dir."
-        if self.is_world_process_zero():
-            write_metrics(self.config.output_dir, split, metrics, combined)
+    # (split, metrics) prints, (split, metrics, combined=True) writes SPLIT_results.json
+    log_metrics, save_metrics = trainer_pt_utils.log_metrics, trainer_pt_utils.save_metrics
 
     def save_state(self) -> None:
         "Write step, epoch, best evaluation and every record to trainer_state.json in output_dir."

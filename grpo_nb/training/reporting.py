@@ -8,7 +8,7 @@ __all__ = ['OWN', 'EXTREME', 'PARTS', 'OF_SAMPLES', 'COLUMNS', 'TOLD', 'NO_BAR',
            'message_text', 'several_turns', 'as_text', 'of_arrays', 'plain', 'check_column', 'sample_rows',
            'first_of_each_prompt', 'samples_text', 'column_of', 'table_of', 'write_samples', 'tracker_table', 'clock',
            'table_row', 'spared', 'say', 'Log', 'Callbacks', 'make_handler', 'Recorder', 'run_summary', 'of_updates',
-           'ProgressBar', 'HintWriter', 'SampleWriter', 'Trackers', 'metrics_text', 'write_metrics', 'run_figure']
+           'ProgressBar', 'HintWriter', 'SampleWriter', 'Trackers', 'run_figure']
 
 # %% ../../nbs/training/15_reporting.ipynb #4efba002
 import json
@@ -36,7 +36,6 @@ from ..environments.isolated_rewards import visible
 from grpo_nb.model.limits import (
     json_text,
     naming_a_full_disk,
-    write_json,
     write_text,
     written_aside,
 )
@@ -914,36 +913,6 @@ class Trackers(TrainerCallback):
         for tracker in self.accelerator.trackers:
             with spared(f"the tracker {tracker.name} takes no record"):
                 tracker.log(rewrite_logs(record), step=step)
-
-# %% ../../nbs/training/15_reporting.ipynb #e4f09965
-def metrics_text(
-    split: str,  # "train", "eval", ...: the heading
-    metrics: dict[str, Any],  # name -> number
-) -> str:  # one number a line
-    "Numbers in a table, sorted by name, floats with four decimals."
-    rounded = {
-        name: round(value, 4) if isinstance(value, float) else value
-        for name, value in sorted(metrics.items())
-    }
-    width = max(map(len, rounded), default=0)
-    lines = [f"  {name:{width}} = {value}" for name, value in rounded.items()]
-    return "\n".join([f"***** {split} metrics *****", *lines])
-
-
-def write_metrics(
-    folder: str | Path,
-    split: str,  # "train", "eval", ...: part of the file's name
-    metrics: dict[str, Any],  # name -> number
-    combined: bool = True,  # add them to all_results.json too
-) -> None:
-    "Write numbers to SPLIT_results.json, as transformers' trainer does."
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    every, style = folder / "all_results.json", dict(indent=4, sort_keys=True)
-    write_json(folder / f"{split}_results.json", metrics, **style)
-    if combined:
-        before = json.loads(every.read_text()) if every.exists() else {}
-        write_json(every, {**before, **metrics}, **style)
 
 # %% ../../nbs/training/15_reporting.ipynb #80487f12
 def run_figure(

@@ -23,12 +23,10 @@ from grpo_nb.training.reporting import (
     SampleWriter,
     Trackers,
     make_handler,
-    metrics_text,
     of_updates,
     run_figure,
     say,
     table_row,
-    write_metrics,
 )
 
 
@@ -240,20 +238,6 @@ def test_the_bar_goes_on_where_the_run_does():
     bar.close()
 
 
-def test_numbers_for_a_script(tmp_path):
-    text = metrics_text("eval", {"b": 1.23456, "long_name": 3})
-    assert text.splitlines() == [
-        "***** eval metrics *****",
-        "  b         = 1.2346",
-        "  long_name = 3",
-    ]
-    write_metrics(tmp_path / "new", "train", {"a": 1})
-    write_metrics(tmp_path / "new", "eval", {"b": 2})
-    write_metrics(tmp_path / "new", "test", {"c": 3}, combined=False)
-    assert json.loads((tmp_path / "new" / "all_results.json").read_text()) == {"a": 1, "b": 2}
-    assert json.loads((tmp_path / "new" / "test_results.json").read_text()) == {"c": 3}
-
-
 @pytest.mark.parametrize("records", [[], [{"step": 1, "reward": 0.5}]])
 def test_a_short_run_has_a_figure_too(records):
     assert len(run_figure(records).axes) == 3
@@ -283,16 +267,3 @@ def test_the_axes_of_the_figure_end_where_the_numbers_do():
     FigureCanvasAgg(axes.figure).draw()
     legend, panel = axes.get_legend().get_window_extent(), axes.get_window_extent()
     assert legend.y1 <= panel.y0 and legend.y0 >= 0  # under the panel, inside the picture
-
-
-def test_results_are_written_all_at_once(tmp_path, monkeypatch):
-    write_metrics(tmp_path, "train", {"a": 1})
-
-    def killed(*names):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("grpo_nb.model.limits.os.replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write_metrics(tmp_path, "train", {"a": 2})
-    assert json.loads((tmp_path / "train_results.json").read_text()) == {"a": 1}
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
