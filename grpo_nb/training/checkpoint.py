@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['MANIFEST', 'STATE', 'THEIR_STATE', 'ONLY_MODEL', 'GO_ON', 'IN_OPTIMIZER', 'SHAPES_THE_BATCH', 'digest', 'digests',
            'write_manifest', 'manifest_fault', 'file_fault', 'told', 'checkpoints', 'newest_whole_checkpoint',
-           'find_checkpoint', 'check_ours', 'check_named', 'remove_old_checkpoints', 'set_aside', 'deterministic',
-           'check_adapter', 'check_weights', 'read_adapters', 'read_own_weights', 'read_weights', 'load_weights',
-           'place_of', 'check_same_run', 'shared_out', 'on_cpu', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites',
-           'CheckpointReads', 'CheckpointRestores', 'Checkpointer']
+           'find_checkpoint', 'remove_old_checkpoints', 'set_aside', 'deterministic', 'check_adapter', 'check_weights',
+           'read_adapters', 'read_own_weights', 'read_weights', 'load_weights', 'place_of', 'check_same_run',
+           'shared_out', 'on_cpu', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites', 'CheckpointReads',
+           'CheckpointRestores', 'Checkpointer']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -74,7 +74,11 @@ def write_manifest(
 # %% ../../nbs/training/13_checkpoint.ipynb #590599b2
 STATE = "training_state.pt"
 THEIR_STATE = "trainer_state.json"  # which scripts for transformers' trainers read
-ONLY_MODEL = f"it has no {STATE}: it holds the model alone, or another library wrote it"
+ONLY_MODEL = (
+    f"it holds no {STATE}: there is no such folder, or it has the model alone, written with "
+    "save_only_model=True or by TRL or transformers; give it to GRPOTrainer as the model, to begin "
+    "with its weights"
+)
 
 
 def manifest_fault(
@@ -149,7 +153,7 @@ def newest_whole_checkpoint(
         passed_over.append((folder, fault))
     return None, passed_over
 
-# %% ../../nbs/training/13_checkpoint.ipynb #a515be1a
+# %% ../../nbs/training/13_checkpoint.ipynb #aa50e536
 def find_checkpoint(
     # True: the newest whole one in output_dir; "auto": the same, if there is one; a folder: that
     # one; None or False: none
@@ -160,29 +164,28 @@ def find_checkpoint(
     if there is none."""
     if not resume:
         return None
-    if resume in (True, "auto"):
-        found, passed_over = newest_whole_checkpoint(output_dir)
-        faults = [f"{path.name} ({why})" for path, why in passed_over if why != ONLY_MODEL]
-        damaged = "; ".join(faults)
-        if found is None and damaged:
-            raise ValueError(
-                f"no checkpoint in {str(output_dir)!r} is whole: {damaged}. Begin anew with "
-                "train(), which moves them aside, or name the folder of another run"
-            )
-        if damaged:
-            said = f"going on from {found.name}, since it is whole and these are not: {damaged}"
-            warnings.warn(said, stacklevel=3)
-        if found is None and resume is True:
-            check_ours(checkpoints(output_dir)[::-1])
-            raise ValueError(
-                f"there is no checkpoint in {str(output_dir)!r} to resume from (one that "
-                "save_only_model=True wrote holds the model alone); begin with train(), or name "
-                "a folder"
-            )
+    newest = resume in (True, "auto")
+    place = Path(output_dir if newest else resume)
+    if newest:
+        found, passed_over = newest_whole_checkpoint(place)
     else:
-        found = Path(resume)
-        check_named(found, output_dir)
-    if found and not (found / MANIFEST).exists():
+        fault = file_fault(place)
+        found, passed_over = (None, [(place, fault)]) if fault else (place, [])
+    faults = "; ".join(f"{path} ({why})" for path, why in passed_over)
+    if found is None:
+        if resume == "auto" and all(why == ONLY_MODEL for _, why in passed_over):
+            return None
+        near = [*checkpoints(place), *checkpoints(place.parent), *checkpoints(output_dir)]
+        others = {str(path) for path in near} - {str(path) for path, _ in passed_over}
+        raise ValueError(
+            f"there is no whole checkpoint to resume from: {faults or f'{place} has none'}. Name "
+            f"another one (there are {', '.join(sorted(others)) or 'none'} beside it), or begin "
+            "anew with train(), which moves what is in output_dir aside"
+        )
+    if faults:
+        said = f"going on from {found.name}, since it is whole and these are not: {faults}"
+        warnings.warn(said, stacklevel=3)
+    if not (found / MANIFEST).exists():
         warnings.warn(
             f"{str(found)!r} has no {MANIFEST}, it was written by an earlier version: a changed "
             "number in its weights would go unnoticed",
@@ -190,41 +193,7 @@ def find_checkpoint(
         )
     return found
 
-# %% ../../nbs/training/13_checkpoint.ipynb #ff600840
-def check_ours(
-    folders: list[Path],  # checkpoints without a state of ours, the newest first
-) -> None:  # ValueError
-    "Say how to start from the weights of another library's checkpoint."
-    theirs = [path for path in folders if (path / THEIR_STATE).is_file()]
-    ours = theirs and any((theirs[0] / name).exists() for name in ("log.jsonl", MANIFEST))
-    if theirs and not ours:
-        raise ValueError(
-            f"{str(theirs[0])!r} is a checkpoint of TRL's or transformers' trainer, whose "
-            "optimizer and place in the data are not read here: to start from its weights, give "
-            f"the folder as the model, GRPOTrainer({str(theirs[0])!r}, ...), and call train() "
-            "without it"
-        )
-
-
-def check_named(
-    folder: Path,  # that `train(resume_from_checkpoint=...)` was given
-    output_dir: str | Path,  # of the run
-) -> None:  # ValueError
-    "Refuse a folder that is no checkpoint, or whose files are damaged."
-    if (fault := file_fault(folder)) == ONLY_MODEL:
-        check_ours([folder])
-        names = [p.name for p in checkpoints(folder)] or [str(p) for p in checkpoints(output_dir)]
-        raise ValueError(
-            f"{str(folder)!r} is not a checkpoint (it has no {STATE}); found there "
-            f"or in the output folder: {names or 'none'}"
-        )
-    if fault:
-        others = [p.name for p in checkpoints(folder.parent) if p != folder] or "none"
-        raise ValueError(
-            f"the checkpoint {str(folder)!r} is damaged: {fault}. There are {others}: {GO_ON}"
-        )
-
-# %% ../../nbs/training/13_checkpoint.ipynb #b0ead93a
+# %% ../../nbs/training/13_checkpoint.ipynb #84a446d3
 def remove_old_checkpoints(
     output_dir: str | Path,  # of the run
     keep: int | None,  # how many to keep, the newest; None: all

@@ -84,7 +84,7 @@ def test_each_checkpoint_has_the_state_that_scripts_read(tmp_path):
         theirs = transformers.TrainerState.load_from_json(str(path))
         assert theirs.global_step == step and theirs.max_steps == 2
         assert [record["step"] for record in theirs.log_history] == [*range(1, step + 1)]
-    with pytest.raises(ValueError, match="save_only_model=True wrote holds the model alone"):
+    with pytest.raises(ValueError, match="has the model alone, written with save_only_model=True"):
         small_trainer(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
 
 
