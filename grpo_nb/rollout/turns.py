@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['Kinds', 'DEEPEST', 'STRING', 'WORD', 'TOKEN', 'UNESCAPED', 'WORDS', 'FITS', 'FUNCTION', 'NAME', 'KEY', 'KEY_ENDS',
            'HERMES', 'MARKS', 'THOUGHTS', 'MESSAGE_END', 'Parser', 'FORMATS', 'LOOK_UP', 'WHERE', 'TRIAL', 'LONG_S',
-           'NOT_TOOLS', 'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'as_json', 'kinds_of', 'typed', 'tagged_call',
-           'read_calls', 'parse_hermes', 'parse_llama', 'parse_harmony', 'on_text', 'described_by', 'rendered',
-           'look_up', 'turn_with', 'trials', 'what_came_back', 'choose_parser', 'short_call', 'turn_end', 'suffix_ids',
-           'tool_schemas', 'Toolset', 'toolset', 'may_show', 'is_parts', 'content_of', 'event_loop', 'CallsOfOne',
-           'awaited', 'run_calls', 'TurnRollout', 'tool_metrics', 'Transcript', 'check_template', 'next_turn',
-           'TurnReplies', 'TurnCalls', 'TurnDraws', 'TurnSampler', 'methods_of', 'reward_of', 'Environments',
-           'Beginning', 'appended', 'begin']
+           'LOOP_THREAD', 'NOT_TOOLS', 'NO_PROMPT', 'as_call', 'as_message', 'unquoted', 'as_json', 'kinds_of', 'typed',
+           'tagged_call', 'read_calls', 'parse_hermes', 'parse_llama', 'parse_harmony', 'on_text', 'described_by',
+           'rendered', 'look_up', 'turn_with', 'trials', 'what_came_back', 'choose_parser', 'short_call', 'turn_end',
+           'suffix_ids', 'tool_schemas', 'Toolset', 'toolset', 'may_show', 'is_parts', 'content_of', 'event_loop',
+           'CallsOfOne', 'awaited', 'run_calls', 'TurnRollout', 'tool_metrics', 'Transcript', 'check_template',
+           'next_turn', 'TurnReplies', 'TurnCalls', 'TurnDraws', 'TurnSampler', 'methods_of', 'reward_of',
+           'Environments', 'Beginning', 'appended', 'begin']
 
 # %% ../../nbs/rollout/18_turns.ipynb #382bfec9
 import asyncio
@@ -605,12 +605,13 @@ def content_of(
 
 # %% ../../nbs/rollout/18_turns.ipynb #bf9c799f
 LONG_S = 30.0  # after which a tool that is still running is named
+LOOP_THREAD = "event loop"  # the name of a thread that runs one
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
     "A loop that runs in a thread of its own, until the program ends."
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="tools", daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=LOOP_THREAD, daemon=True).start()
     return loop
 
 # %% ../../nbs/rollout/18_turns.ipynb #a423e448

@@ -45,17 +45,10 @@ def setting(
     default,  # the value when nothing is given
     # an interval such as "(0, 1]" for a number, or a tuple of the possible words
     allowed: str | tuple | None = None,
-    *,
-    same: dict | None = None,  # other ways to write a value, e.g. {True: "group"}
-    use: str | None = None,  # the setting whose value is used where this one is None
-    share: bool = False,  # a number below 1 is a share of the run, any other one is whole
-    why: str = "",  # a sentence added to the error: the reason for the range
-    # the module that reads it, by its last name; "transformers" for its callbacks and optimizers
-    reader: str | None = None,
+    **others: Any,  # fields of `Setting`
 ):  # a dataclass field that carries all of it to `Settings`
     "A dataclass field with a default, its range, and what an error should add."
-    of_field = dict(allowed=allowed, same=same or {}, use=use, share=share, why=why, reader=reader)
-    return field(default=default, metadata=of_field)
+    return field(default=default, metadata={"allowed": allowed, **others})
 
 
 def inside(
@@ -138,11 +131,12 @@ class Setting(Worded):
     name: str
     types: tuple[type, ...]  # from `types_of`
     default: Any
-    allowed: str | tuple | None  # this and the rest: see `setting`
-    same: dict
-    use: str | None
-    share: bool
-    why: str
+    allowed: str | tuple | None  # see `setting`
+    same: dict = field(default_factory=dict)  # other ways to write a value, e.g. {True: "group"}
+    use: str | None = None  # the setting whose value is used where this one is None
+    share: bool = False  # a number below 1 is a share of the run, any other one is whole
+    why: str = ""  # a sentence added to the error: the reason for the range
+    # the module that reads it, by its last name; "transformers" for its callbacks and optimizers
     reader: str | None = None
 
     def plain(self, value):
@@ -1217,13 +1211,9 @@ class Keywords(type):
     """Lets a config, and every dataclass made from it, be created with the keywords of a script:
     other names become ours before `__init__` sees them."""
 
-    def __call__(cls, *output_dir, **given):
-        if len(output_dir) + ("output_dir" in given) > 1:
-            raise TypeError(
-                "settings are given by name; only output_dir may stand without one, once, "
-                f"and there are {output_dir!r}"
-            )
-        given |= zip(["output_dir"], output_dir)  # it may stand first, unnamed
+    def __call__(cls, output_dir=MISSING, **given):  # it may stand first, unnamed
+        if output_dir is not MISSING:
+            given["output_dir"] = output_dir
         return super().__call__(**translated(given, {f.name: f.default for f in fields(cls)}))
 
     @property

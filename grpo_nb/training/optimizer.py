@@ -38,14 +38,7 @@ def make_optimizer(
     from transformers.training_args import OptimizerNames
 
     settings = SimpleNamespace(**config.to_dict() | {"optim": OptimizerNames(config.optim)})
-    try:
-        kind, given = Trainer.get_optimizer_cls_and_kwargs(settings)
-    except (ImportError, ValueError) as error:  # a package that it needs is missing
-        theirs = any(part in config.optim for part in ("8bit", "bnb", "paged", "ademamix"))
-        advice = "pip install 'bitsandbytes>=0.48'" if theirs else "install it"
-        raise ImportError(
-            f"optim={config.optim!r} cannot be made ({error}): {advice}, or choose 'adamw_torch'"
-        ) from error
+    kind, given = Trainer.get_optimizer_cls_and_kwargs(settings)  # it names a missing package
     return kind(decay_groups(parameters, config.weight_decay), **given)
 
 

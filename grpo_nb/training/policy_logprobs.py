@@ -4,12 +4,14 @@
 
 # %% auto #0
 __all__ = ['OTHER_STEPS', 'OTHER_MEANING', 'TrainingBatch', 'positions', 'read_ids', 'model_inputs', 'plain_completion_logps',
-           'before_the_cut', 'Head', 'find_head', 'pieces_that_fit', 'reads_a_row', 'asked_of_routers', 'note_routers',
-           'predicting_states', 'wide', 'completion_logps', 'rollout_gap']
+           'before_the_cut', 'Head', 'find_head', 'pieces_that_fit', 'reads_a_row', 'read_by', 'predicting_states',
+           'wide', 'completion_logps', 'rollout_gap']
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #db4e06ee
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -208,15 +210,13 @@ def reads_a_row(
     return ours and kinds <= {"full_attention", "sliding_attention"}
 
 
-def asked_of_routers(routers: list | None) -> dict[str, bool]:
-    "What a model of experts is called with, for it to return its router logits."
-    return {} if routers is None else {"output_router_logits": True}
-
-
-def note_routers(output, routers: list | None) -> None:
-    "Append the router logits of a model's output to the list."
-    if routers is not None:
-        routers.extend(output.router_logits)
+def read_by(model, batch: TrainingBatch, reader: Callable, routers: list | None) -> Any:
+    "What a reader, the model or its decoder, makes of a batch; router logits go to the list."
+    if routers is None:
+        return reader(**model_inputs(model, batch))
+    output = reader(**model_inputs(model, batch), output_router_logits=True)
+    routers.extend(output.router_logits)
+    return output
 
 
 def predicting_states(
@@ -250,9 +250,7 @@ def predicting_states(
         places = sharing.targets()
         tokens = batch.completion_ids.flatten()[places]
         return sharing.predicting(hidden)[None], tokens[None], places
-    output = decoder(**model_inputs(model, batch), **asked_of_routers(routers))
-    note_routers(output, routers)
-    hidden = output.last_hidden_state  # (B, P+T, H)
+    hidden = read_by(model, batch, decoder, routers).last_hidden_state  # (B, P+T, H)
     return hidden[:, batch.prompt_ids.shape[1] - 1 : -1], batch.completion_ids, None
 
 # %% ../../nbs/training/04_policy_logprobs.ipynb #62590799
@@ -325,9 +323,8 @@ def completion_logps(
 # %% ../../nbs/training/04_policy_logprobs.ipynb #62d53a07
 def _through_logits(model, batch, temperature, return_entropy, routers):
     "Log-probs and entropies from whole logits (B, T, V), for a head that is more than a matrix."
-    output = model(**model_inputs(model, batch), **asked_of_routers(routers))
-    note_routers(output, routers)
-    logits = output.logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V)
+    logits = read_by(model, batch, model, routers).logits
+    logits = logits[:, batch.prompt_ids.shape[1] - 1 : -1]  # (B, T, V)
     if batch.survivors is not None:
         left_out = cannot_be_drawn(batch.survivors, logits.shape[-1])
         logits = logits.masked_fill(left_out, -torch.inf)
