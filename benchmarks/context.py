@@ -320,18 +320,18 @@ class Limits:
 def t4_training(shape, *given, r=8, targets=("attention",), **more):
     """Roofline estimate of log-probs, loss and gradients on a T4, seconds by part. Nobody ran it
     there."""
-    from grpo_nb.model.memory_fit import RATES, training_work
+    from grpo_nb.model.memory_fit import CARDS, training_work
 
     by_heads = shape.sinks and "attention" in targets
     work = training_work(shape, *given, r=r, targets=targets, by_heads=by_heads, **more)
-    return {part: RATES["T4"].seconds(*each) for part, each in work.items()}
+    return {part: CARDS["T4"].seconds(*each) for part, each in work.items()}
 
 
 def t4_drawing(*given):
     "Roofline estimate of reading prompts and drawing on a T4, seconds."
-    from grpo_nb.model.memory_fit import RATES, drawing_work
+    from grpo_nb.model.memory_fit import CARDS, drawing_work
 
-    return sum(RATES["T4"].seconds(*work) for work in drawing_work(*given).values())
+    return sum(CARDS["T4"].seconds(*work) for work in drawing_work(*given).values())
 
 
 # Models

@@ -335,7 +335,8 @@ def _card(
     if not 0 < usable < 10**5:
         raise ValueError(f"--memory is {memory}, and it is a card's memory: give more than 0")
     change = "limited to" if usable < card.usable else "with"
-    return replace(card, name=f"{card.name} {change} {usable:g} GiB", usable=usable)
+    name = f"{card.name} {change} {usable:g} GiB"  # it stands for one whose rates are not known
+    return replace(card, name=name, usable=usable, tflops=None, gigabytes=None)
 
 # %% ../nbs/91_cli.ipynb #bdda58f5
 _LEFT_OUT = ("gradient_checkpointing", "attention", "reference")  # whose flag the advice removes

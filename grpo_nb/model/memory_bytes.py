@@ -201,17 +201,6 @@ def _config(model):
     return {**found, **inner} if isinstance(inner, Mapping) else found
 
 
-def _tower_numbers(found):
-    "How many numbers a model holds to see or hear; transformers builds it without memory."
-    if not (found.get("vision_config") or found.get("audio_config")):
-        return 0
-    from grpo_nb.model.stored_weights import read_config, skeleton, towers
-
-    config, _ = read_config(dict(found))
-    parts = towers(skeleton(config, config.dtype)).values()
-    return sum(p.numel() for part in parts for p in part.parameters())
-
-
 _seeing = (  # kinds whose pictures are known here: those of pictures.SIGHTS
     "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe gemma3 gemma4 idefics3 smolvlm "
     "mistral3 llava llava_next"
@@ -405,7 +394,7 @@ def read_shape(
     # config.json, a dictionary, or transformers' config object
     model: Any,
 ) -> ModelShape:  # ValueError with the field that is wrong
-    "The shape of a model, without a network, and without torch unless it has towers."
+    "The shape of a model by its sizes, without network and torch; what it sees with is no part."
     if isinstance(model, ModelShape):
         return model
     if isinstance(model, str) and not Path(model).exists() and _known(model):
@@ -431,7 +420,6 @@ def read_shape(
         joined=len(family.qkv) == 1,
         norms=4 if family.gemma else 2,
         max_positions=longest_sequence(config),
-        towers=_tower_numbers(_whole_config(model)),
         tower=_tower(_whole_config(model)),
     )
 
@@ -446,25 +434,18 @@ _routers = ("router", "mlp.gate.", "shared_expert_gate")
 
 
 def numbers_in_class(
-    config: Any,  # transformers', of a text model
-    tied: bool = False,  # its embedding is its head
-) -> dict[str, int]:  # kind -> numbers, as ModelShape.parameters
-    """Count the numbers of a text model in its class, by kind, as ModelShape.parameters; nothing is
-    allocated. `tied`: its embedding is its head."""
-    import torch
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM
+    config: Any,  # transformers'
+) -> dict[str, int]:  # kind -> numbers, as ModelShape.parameters; "towers" where it has some
+    "Count the numbers of a model in its class, by kind; nothing is allocated."
+    from grpo_nb.model.stored_weights import in_towers, skeleton
 
+    model = skeleton(config, config.dtype)
     found = dict.fromkeys(("embedding", "head", "attention", "mlp", "rest"), 0)
-    with torch.device("meta"):
-        if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-            model = AutoModelForCausalLM.from_config(config)
-        else:  # the text of a model with towers, whose class has no head
-            model = AutoModel.from_config(config)
-            found["head"] = 0 if tied else config.vocab_size * config.hidden_size
     for name, p in model.named_parameters():
         small = p.dim() < 2 or name.endswith("bias") or any(part in name for part in _routers)
         kind = next((kind for part, kind in _kinds.items() if part in name), "mlp")
-        found["rest" if small else kind] += p.numel()
+        kind = "towers" if name.startswith(in_towers(model)) else "rest" if small else kind
+        found[kind] = found.get(kind, 0) + p.numel()
     return found
 
 
@@ -508,7 +489,8 @@ def released_shape(
     text = {name: value for name, value in text.items() if name not in _counted}
     text["intermediate_size"] = text.get("intermediate_size") or text.get("moe_intermediate_size")
     shape = read_shape(text)
-    counts = numbers_in_class(given.get_text_config(), shape.tied)
+    counts = numbers_in_class(given)
+    towers = counts.pop("towers", 0)
     return replace(
         shape,
         name=_name(model, found),
@@ -516,7 +498,7 @@ def released_shape(
         qk_norm=shape.qk_norm or gemma,
         norms=4 if gemma else shape.norms,
         counted=tuple(counts.items()) if counts != shape.parameters else (),
-        towers=_tower_numbers(_whole_config(given)),
+        towers=towers,
         tower=_tower(_whole_config(given)),
         state=_linear_state(text),
     )

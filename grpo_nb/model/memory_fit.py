@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['CARDS', 'CUDA_CONTEXT', 'LIBRARIES', 'FRAGMENTATION', 'VLLM_GRAPHS', 'HOST_PROCESS', 'UNTIL_CUT', 'PARTS', 'SAMPLERS',
-           'ALL', 'TRAINABLE', 'LARGE_CARDS', 'RANKS', 'VLLM_SHARE', 'Work', 'RATES', 'Card', 'find_card', 'gibibytes',
-           'Ways', 'StepSizes', 'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares', 'Held',
-           'vllm_weights', 'held', 'read_whole', 'whole_weights', 'drawing', 'reading_pictures', 'computation',
-           'training', 'unpacked_to_record', 'casts', 'with_gradients', 'all_gradients', 'hidden_on_host',
-           'inputs_on_host', 'pixels_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices',
-           'possible_slices', 'fit', 'usual_prompt', 'split_context', 'with_context', 'longest_context', 'rank_flag',
-           'serving', 'served_together', 'keep_back', 'free_memory', 'Rates', 'pairs', 'drawing_work', 'training_work',
-           'step_seconds']
+           'ALL', 'TRAINABLE', 'LARGE_CARDS', 'USUAL_PROMPT', 'RANKS', 'VLLM_SHARE', 'Work', 'Card', 'find_card',
+           'gibibytes', 'Ways', 'StepSizes', 'Step', 'check_counts', 'check_words', 'check_switches', 'check_shares',
+           'vllm_weights', 'copies', 'whole_weights', 'drawing', 'reading_pictures', 'computation', 'training',
+           'unpacked_to_record', 'casts', 'with_gradients', 'all_gradients', 'hidden_on_host', 'inputs_on_host',
+           'pixels_on_host', 'Fit', 'with_rest', 'rollout_that_fits', 'with_slices', 'possible_slices', 'fit',
+           'split_context', 'with_context', 'longest_context', 'rank_flag', 'serving', 'served_together', 'keep_back',
+           'free_memory', 'pairs', 'drawing_work', 'training_work', 'step_seconds']
 
 # %% ../../nbs/model/22_memory_fit.ipynb #3a6e9f79
 import difflib
@@ -52,25 +51,33 @@ from grpo_nb.model.memory_bytes import (
 # %% ../../nbs/model/22_memory_fit.ipynb #e546b16e
 @dataclass(frozen=True)
 class Card:
-    "A GPU: its name, its usable memory and its compute capability."
+    "A GPU: its name, its memory, its compute capability, and what it does in a second at most."
 
     name: str
     usable: float  # GiB that CUDA reports as its memory
     # compute capability; below (8, 0) there is no bf16, and attention has other kernels
     capability: tuple[int, int]
+    # as its maker says: 10^12 operations of products in 16 bits, and 10^9 bytes of its memory, read
+    # or written; None: no time is estimated
+    tflops: float | None = None
+    gigabytes: float | None = None
 
     @property
     def room(self) -> int:
         "Usable memory in bytes."
         return int(self.usable * GiB)
 
+    def seconds(self, operations: float, bytes_: float) -> float:
+        "The longer of the two: arithmetic goes on while bytes arrive."
+        return max(operations / (self.tflops * 1e12), bytes_ / (self.gigabytes * 1e9))
+
 
 def _read_card(
     row: str,  # of cards.txt
 ) -> Card:
     "The card that stands in a row."
-    name, usable, capability = row.split(", ")
-    return Card(name, float(usable), tuple(map(int, capability.split("."))))
+    name, usable, capability, *rates = row.split(", ")
+    return Card(name, float(usable), tuple(map(int, capability.split("."))), *map(float, rates))
 
 
 _, *_rows = (files("grpo_nb.model") / "cards.txt").read_text("utf-8").splitlines()
@@ -380,43 +387,18 @@ def check_shares(step):
         )
 
 # %% ../../nbs/model/22_memory_fit.ipynb #d3e17567
-@dataclass(frozen=True)
-class Held:
-    "Bytes that are on the card, or on the host, during the whole step."
-
-    weights: dict[str, int]  # kind -> bytes, of the model on the card
-    embedding: int  # bytes of the embedding in host memory
-    copies: int  # bytes of other models on the card in a rollout
-    copies_in_training: int  # the same in training
-    asleep: int  # bytes of a sampler's weights in host memory, while it sleeps
-
-
 def vllm_weights(step: Step) -> int:  # bytes
     "vLLM's own copy of the model: gpt-oss as it was released, and others in 16 bits."
     packed = "mxfp4" in step.weights
     return sum(weight_bytes(step.shape, "mxfp4" if packed else "bf16").values())
 
 
-def held(step: Step) -> Held:
-    "Bytes of the weights of every model in the step: policy, reference, sampler."
-    weights = weight_bytes(step.shape, step.weights, step.double_quant, step.shards)
-    reference = sum(weights.values()) if step.reference else 0
+def copies(step: Step) -> tuple[int, int]:  # bytes on the card in a rollout, and in training
+    "The weights of other models than the policy: the reference, and a sampler's own."
+    policy = weight_bytes(step.shape, step.weights, step.double_quant, step.shards)
+    reference = sum(policy.values()) if step.reference else 0
     sampler = vllm_weights(step) if step.sampler.startswith("vllm") else 0
-    asleep = sampler if step.sampler == "vllm_sleep" else 0
-    embedding = weights["embedding"] if step.offload_embedding else 0
-    return Held(
-        {**weights, "embedding": weights["embedding"] - embedding},
-        embedding,
-        reference + sampler,
-        reference + sampler - asleep,
-        asleep,
-    )
-
-
-def read_whole(step: Step) -> int:  # bytes in host memory, of the first process
-    "The model before shares are cut from it; 0 where nothing is shared out."
-    whole = weight_bytes(step.shape, step.weights, step.double_quant)
-    return sum(whole.values()) * (step.shards > 1)
+    return reference + sampler, reference + sampler * (step.sampler == "vllm")
 
 
 def whole_weights(
@@ -668,7 +650,7 @@ class Fit:
             if not moments or moment in moments
         )
 
-# %% ../../nbs/model/22_memory_fit.ipynb #642dc998
+# %% ../../nbs/model/22_memory_fit.ipynb #044b76fa
 _ACTIVATIONS = ("kv", "pictures", "hidden", "attention", "mlp", "logits")
 
 
@@ -695,21 +677,27 @@ def rollout_that_fits(
             return rows, parts
         rows -= max(1, rows // 16)
 
-
+# %% ../../nbs/model/22_memory_fit.ipynb #9a96efc4
 def with_slices(
     step: Step,
     room: int,  # bytes
     slice_tokens: int | None,  # that the experts or an MLP work on at a time; None: all
 ) -> Fit:
     "The bytes of a step with slices of `slice_tokens`."
-    there, all_layers, engine = held(step), step.shape.layers, step.sampler == "engine"
-    adapters = 0 if step.all_weights else 4
+    all_layers, adapters = step.shape.layers, 0 if step.all_weights else 4
+    whole = weight_bytes(step.shape, step.weights, step.double_quant)
+    weights = weight_bytes(step.shape, step.weights, step.double_quant, step.shards)
+    embedding = weights["embedding"] * step.offload_embedding
+    weights["embedding"] -= embedding
+    others, others_in_training = copies(step)
     fixed = {
-        "weights": sum(there.weights.values()),
+        "weights": sum(weights.values()),
         "adapters": step.trained_numbers * (adapters + step.optimizer_bytes),
-        "copies": there.copies,
+        "copies": others,
     }
-    if engine:  # it reads whole weights, and autocast keeps copies of those that train
+    if (
+        step.sampler == "engine"
+    ):  # it reads whole weights, and autocast keeps copies of those that train
         kept = casts(step, all_layers if step.all_weights else 0, True)
         fixed["copies"] += whole_weights(step, all_layers) + kept
     rows, rollout = rollout_that_fits(step, room, fixed)
@@ -717,7 +705,7 @@ def with_slices(
     computing = whole_weights(step, all_layers if step.keep_gathered else min(2, all_layers))
     if step.all_weights:  # whole gradients of two layers, before a card keeps its share
         computing += whole_weights(step, min(2, all_layers))
-    fixed |= {"adapters": 0, "copies": there.copies_in_training + computing}
+    fixed |= {"adapters": 0, "copies": others_in_training + computing}
     if step.sampler == "vllm":
         fixed |= drawing(step, rows)
     passes = with_gradients(step, slice_tokens)
@@ -728,14 +716,14 @@ def with_slices(
     moments = {moment: with_rest(parts, fixed) for moment, parts in passes.items()}
     host = {
         "process": HOST_PROCESS,
-        "embedding": there.embedding,
+        "embedding": embedding,
         "layer inputs": inputs_on_host(step),
         "hidden states": hidden_on_host(step),
         "pixels": pixels_on_host(step),
-        "sleeping weights": there.asleep,
-        UNTIL_CUT: read_whole(step),
+        "sleeping weights": others - others_in_training,
+        UNTIL_CUT: sum(whole.values()) * (step.shards > 1),
     }
-    return Fit(room, {"rollout": rollout, **moments}, host, there.weights, rows, slice_tokens)
+    return Fit(room, {"rollout": rollout, **moments}, host, weights, rows, slice_tokens)
 
 # %% ../../nbs/model/22_memory_fit.ipynb #cbf785f4
 def possible_slices(step: Step) -> tuple[int | None, ...]:  # tokens, the largest first; None: all
@@ -763,16 +751,12 @@ def fit(
     return made
 
 # %% ../../nbs/model/22_memory_fit.ipynb #c8008caf
-def usual_prompt(
-    context: int,  # tokens of a prompt and its completion
-) -> int:  # tokens
-    "The default length of a prompt: 512 tokens, or half of a context below 1,024."
-    return min(512, context // 2)
+USUAL_PROMPT = 512  # tokens; half of a context below 1,024
 
 
 def split_context(
     context: int,  # tokens of a prompt and its completion
-    prompt_length: int | None = None,  # tokens of these; None: usual_prompt
+    prompt_length: int | None = None,  # tokens of these; None: USUAL_PROMPT
 ) -> tuple[int, int]:  # tokens of the prompt, of the completion; ValueError
     "Both lengths of a context."
     if not isinstance(context, int) or isinstance(context, bool) or context < 2:
@@ -780,7 +764,7 @@ def split_context(
             f"context is {context!r}, and it counts the tokens of a prompt and its completion: "
             "give a whole number of at least 2"
         )
-    prompt = usual_prompt(context) if prompt_length is None else prompt_length
+    prompt = min(USUAL_PROMPT, context // 2) if prompt_length is None else prompt_length
     if prompt >= context:
         raise ValueError(
             f"prompt_length is {prompt:,} and context {context:,}, which counts the "
@@ -792,7 +776,7 @@ def split_context(
 def with_context(
     step: Step,
     context: int,  # tokens of a prompt and its completion
-    prompt_length: int | None = None,  # tokens of these; None: usual_prompt
+    prompt_length: int | None = None,  # tokens of these; None: USUAL_PROMPT
 ) -> Step:
     "The same step with `context` tokens, prompt and completion together."
     prompt, completion = split_context(context, prompt_length)
@@ -803,7 +787,7 @@ def longest_context(
     step: Step,  # whose context does not matter
     room: int,  # bytes that the card has
     *,
-    prompt_length: int | None = None,  # tokens; None: usual_prompt
+    prompt_length: int | None = None,  # tokens; None: USUAL_PROMPT
     most: int = 2**22,  # tokens, where the search ends
 ) -> int:  # tokens, a multiple of 64; 0 if not even 64 fit
     "The longest context that fits, by bisection."
@@ -884,28 +868,6 @@ def free_memory(
 
 # %% ../../nbs/model/22_memory_fit.ipynb #205dbb2c
 Work = tuple[float, float]  # operations, bytes
-
-
-@dataclass(frozen=True)
-class Rates:
-    "What a card does in a second at most, as its maker says."
-
-    tflops: float  # 10^12 operations of products in 16 bits
-    gigabytes: float  # 10^9 bytes of its memory, read or written
-
-    def seconds(self, operations: float, bytes_: float) -> float:
-        "The longer of the two: arithmetic goes on while bytes arrive."
-        return max(operations / (self.tflops * 1e12), bytes_ / (self.gigabytes * 1e9))
-
-
-RATES = {  # name in CARDS -> rates
-    "T4": Rates(65, 320),
-    "L4": Rates(121, 300),
-    "A100-40": Rates(312, 1555),
-    "A100-80": Rates(312, 2039),
-    "H100": Rates(989, 3350),
-    "H200": Rates(989, 4800),
-}
 
 # %% ../../nbs/model/22_memory_fit.ipynb #cca3a4f2
 def pairs(
@@ -1013,7 +975,7 @@ def training_work(
 def step_seconds(
     step: Step,
     planned: Fit,  # of the same step: the rows drawn together, and the slices
-    rates: Rates,
+    card: Card,
 ) -> dict[str, float]:  # "reading", "drawing", "training"
     "The least seconds of a step; what is drawn elsewhere is left out."
     drawn, group = step.generation_batch_size, step.num_generations
@@ -1033,10 +995,10 @@ def step_seconds(
         by_heads=step.kernel == "sink_heads",
         passes=3 if step.gradient_checkpointing else 2,
     )
-    parts = {"training": sum(rates.seconds(*work) for work in trained.values())}
+    parts = {"training": sum(card.seconds(*work) for work in trained.values())}
     if step.sampler != "engine":
         return parts
     prompts, together = -(-drawn // group), planned.rows
     lengths = prompts, min(group, drawn), prompt, new, together
     work = drawing_work(step.shape, step.weights, *lengths)
-    return {part: rates.seconds(*each) for part, each in work.items()} | parts
+    return {part: card.seconds(*each) for part, each in work.items()} | parts

@@ -34,8 +34,8 @@ from grpo_nb.model.memory_fit import (
     ALL,
     CARDS,
     PARTS,
-    RATES,
     UNTIL_CUT,
+    USUAL_PROMPT,
     VLLM_SHARE,
     Card,
     Fit,
@@ -48,7 +48,6 @@ from grpo_nb.model.memory_fit import (
     serving,
     split_context,
     step_seconds,
-    usual_prompt,
 )
 from ..training.config import GRPOConfig
 
@@ -154,7 +153,8 @@ class SetupStep(SetupFields):
     def step(self) -> Step:
         "The setup as plain numbers of one card, for the functions of memory_fit."
         config, completion = self.config, self.config.max_completion_length
-        prompt = usual_prompt(2 * completion) if self.prompt_length is None else self.prompt_length
+        prompt = self.prompt_length
+        prompt = min(USUAL_PROMPT, completion) if prompt is None else prompt
         shared = {f.name for f in fields(Step)} & {f.name for f in fields(self)} - {"prompt_length"}
         seen, adapters = self.train_tower, (self.lora_r, self.lora_targets)
         tensors = trained_tensors(self.model, *adapters, seen)
@@ -274,7 +274,7 @@ def setup_of(
     if context is None and config is None and "max_completion_length" not in settings:
         context = 16_384
     if settings.get("picture_tokens") and settings.get("prompt_length") is None:
-        settings["prompt_length"] = settings["picture_tokens"] + usual_prompt(1024)
+        settings["prompt_length"] = settings["picture_tokens"] + USUAL_PROMPT
     if context is not None:
         settings |= lengths_of(context, settings.get("prompt_length"))
     adapters, released = settings.get("lora_r", 32), "mxfp4" if shape.sinks else "bf16"
@@ -301,10 +301,10 @@ class Plan(Fit):
 
     def seconds(self) -> dict[str, float] | None:  # None: it cannot be said
         "The least time of a step by part, at the card's own rates."
-        known = self.setup.card.name in RATES and self.setup.implementation == "ours"
+        known = self.setup.card.tflops and self.setup.implementation == "ours"
         if not (known and self.fits and self.setup.lora_r) or self.setup.config.fsdp:
             return None  # what crosses between cards that share weights takes time too
-        return step_seconds(self.setup.step, self, RATES[self.setup.card.name])
+        return step_seconds(self.setup.step, self, self.setup.card)
 
     def to_dict(self) -> dict:  # ready for json.dumps
         "The setup and all results; sizes are numbers of bytes."
@@ -478,14 +478,14 @@ def _host(plan):
 def _time(plan):
     "Yield the least time of a step, and how far from it steps were."
     if seconds := plan.seconds():
-        card, rates = plan.setup.card.name, RATES[plan.setup.card.name]
+        card = plan.setup.card
         in_all, *each = (
             f"{x:,.{1 if x < 10 else 0}f}" for x in (sum(seconds.values()), *seconds.values())
         )
         parts = ", ".join(f"{part} {x}" for part, x in zip(seconds, each))
         yield (
             f"A step takes at least {in_all} s: {parts}. A roofline, no measurement: all of the "
-            f"{rates.tflops:g} TFLOP/s and {rates.gigabytes:,g} GB/s of a {card} are used."
+            f"{card.tflops:g} TFLOP/s and {card.gigabytes:,g} GB/s of a {card.name} are used."
         )
         yield "On an H200 gpt-oss-20b took 1.3 to 2.4 times its roofline, small models far more."
 
@@ -887,42 +887,24 @@ def switches_for(plan: Plan) -> list[Switch]:  # cheapest first; all that help i
     return chosen
 
 # %% ../../nbs/planning/01_plan.ipynb #2b3abfaf
-def _one_by_one(plan, chosen):
-    "An `Advice` for each switch, with what it saves after the ones before it."
-    found = []
-    for changes, cost in chosen:
-        after = _with(plan, (changes, cost))
-        if after is not None:
-            found.append(Advice(changes, cost, plan.peak - after.peak, after))
-            plan = after
+def _listed(plan, chosen, by_saving):
+    "An `Advice` for each switch until the plan fits: the largest saving first, or as chosen."
+    left, found, now = [*chosen], [], plan
+    while left and not now.fits:
+        plans = [(i, after) for i, one in enumerate(left) if (after := _with(now, one))]
+        best, after = min(plans, key=lambda made: made[1].peak * by_saving)
+        found.append(Advice(*left.pop(best), now.peak - after.peak, after))
+        now = after
     return found
-
-
-def _by_saving(plan, chosen):
-    "(switches, the plan with them): each is the one that saves most, until the plan fits."
-    order, now = [], plan
-    while len(order) < len(chosen) and not now.fits:
-        left = [
-            (after.peak, i)
-            for i, switch in enumerate(chosen)
-            if switch not in order and (after := _with(now, switch)) is not None
-        ]
-        if not left:
-            break
-        best = chosen[min(left)[1]]
-        order, now = [*order, best], _with(now, best)
-    return order, now
 
 
 def advise(plan: Plan) -> list[Advice]:  # empty if the plan fits, or if nothing helps
     """The switches that make a plan fit: chosen by cost, listed by size, the largest saving first.
     The plan of the last one shows whether all together are enough."""
     chosen = switches_for(plan)
-    order, now = _by_saving(plan, chosen)
-    found, cheap = _one_by_one(plan, order), _one_by_one(plan, chosen)
-    as_far = not cheap or now.fits or now.peak <= cheap[-1].plan.peak
-    helps = all(a.saves > 0 for a in found) and as_far
-    return found if helps else cheap  # switches that only help together stay in that order
+    found = _listed(plan, chosen, by_saving=True)
+    helps = all(advice.saves > 0 for advice in found)  # some only help together, in another order
+    return found if helps else _listed(plan, chosen, by_saving=False)
 
 # %% ../../nbs/planning/01_plan.ipynb #7e25ab0e
 def larger_card(plan: Plan) -> Card | None:  # None: no card that is known here

@@ -18,11 +18,11 @@ from grpo_nb.model.memory_fit import (
     CUDA_CONTEXT,
     Card,
     Step,
+    copies,
     find_card,
     fit,
     free_memory,
     gibibytes,
-    held,
     longest_context,
     possible_slices,
     with_context,
@@ -255,10 +255,11 @@ def test_a_prompt_leaves_room_for_a_completion():
 
 
 def test_what_a_sampler_of_its_own_keeps():
-    awake, asleep = (held(replace(OLD, sampler=name)) for name in ("vllm", "vllm_sleep"))
-    assert awake.copies == asleep.copies == sum(weight_bytes(OSS, "mxfp4").values())
-    assert (awake.copies_in_training, asleep.copies_in_training) == (asleep.asleep, 0)
-    assert awake.asleep == 0 < asleep.asleep
+    awake, asleep, room = *(replace(OLD, sampler=n) for n in ("vllm", "vllm_sleep")), 2**40
+    own = sum(weight_bytes(OSS, "mxfp4").values())
+    assert copies(awake) == (own, own) and copies(asleep) == (own, 0)
+    kept = [fit(step, room).host["sleeping weights"] for step in (awake, asleep)]
+    assert kept == [0, own]
 
 
 def test_parts_add_up_and_the_peak_is_the_largest_moment():

@@ -9,10 +9,10 @@ import pandas as pd
 import pytest
 
 from grpo_nb.model.memory_bytes import MODELS, lora_parameters, weight_bytes
-from grpo_nb.model.memory_fit import RATES, drawing_work, pairs, training_work
+from grpo_nb.model.memory_fit import CARDS, drawing_work, pairs, training_work
 from grpo_nb.planning.plan import describe, plan, standard
 
-ROOT, T4 = Path(__file__).parents[2], RATES["T4"]
+ROOT, T4 = Path(__file__).parents[2], CARDS["T4"]
 
 
 def training_seconds(shape, *given, targets=("attention",), **more):
@@ -194,7 +194,7 @@ def test_the_floors_of_the_page_on_speed():
     page, shape, h200 = (
         (ROOT / "docs/how_fast.md").read_text(),
         MODELS["gpt-oss-20b"],
-        RATES["H200"],
+        CARDS["H200"],
     )
     drawn = re.findall(r"^\| (\d+) x ([\d,]+) \|.*\| (\S+) \| \S+ \| (\S+) \|$", page, re.M)
     assert len(drawn) == 5

@@ -23,7 +23,12 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from grpo_nb import GRPOConfig, GRPOTrainer, load_model
 from grpo_nb.model.export import save_adapter, save_merged
 from grpo_nb.model.loading import memory_by_part
-from grpo_nb.model.memory_bytes import gathered_bytes, read_shape, trained_tensors, weight_bytes
+from grpo_nb.model.memory_bytes import (
+    gathered_bytes,
+    released_shape,
+    trained_tensors,
+    weight_bytes,
+)
 from grpo_nb.model.stored_weights import forms, in_towers, skeleton, towers, towers_in_16_bits
 from grpo_nb.model.tiny import tiny_tokenizer
 from grpo_nb.rollout.decoder import open_decoder
@@ -349,7 +354,7 @@ def test_load_model_gives_towers_neither_adapter_nor_gradient(name, folders, tmp
 def test_a_plan_counts_towers_in_16_bits_and_trains_none(name, folders):
     model = AutoModelForImageTextToText.from_pretrained(folders(name))
     wanted = sum(p.numel() for part in towers(model).values() for p in part.parameters())
-    shape = read_shape(folders(name))
+    shape = released_shape(folders(name))
     assert wanted and shape.towers == shape.parameters["towers"] == wanted
     assert weight_bytes(shape, "nf4", True)["towers"] == 2 * wanted
     assert "towers" not in trained_tensors(shape, 0) and "towers" not in trained_tensors(shape, 8)

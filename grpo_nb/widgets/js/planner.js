@@ -1143,41 +1143,24 @@ function switchesFor(plan) {
   return chosen;
 }
 
-function oneByOne(plan, chosen) {
-  const found = [];
-  for (const [changes, cost] of chosen) {
-    const after = withThese(plan, [[changes, cost]]);
-    if (!after) continue;
-    found.push({ changes, cost, saves: plan.peak - after.peak, plan: after });
-    plan = after;
-  }
-  return found;
-}
-
-function bySaving(plan, chosen) {
-  let [order, now] = [[], plan];
-  while (order.length < chosen.length && !now.fits) {
-    const left = chosen
-      .filter((one) => !order.includes(one))
-      .map((one) => [withThese(now, [one]), one])
-      .filter(([after]) => after);
-    if (!left.length) break;
-    const [after, best] = left.reduce((a, b) => (b[0].peak < a[0].peak ? b : a));
-    order = [...order, best];
+function listed(plan, chosen, bySaving) {
+  const [left, found] = [[...chosen], []];
+  let now = plan;
+  while (left.length && !now.fits) {
+    const made = left.map((one) => [withThese(now, [one]), one]).filter(([after]) => after);
+    const [after, best] = made.reduce((a, b) => (bySaving && b[0].peak < a[0].peak ? b : a));
+    const [[changes, cost]] = left.splice(left.indexOf(best), 1);
+    found.push({ changes, cost, saves: now.peak - after.peak, plan: after });
     now = after;
   }
-  return [order, now];
+  return found;
 }
 
 /** `advise`: [{changes, cost, saves, plan}], the largest saving first. */
 export function advise(plan) {
   const chosen = switchesFor(plan);
-  const [order, now] = bySaving(plan, chosen);
-  const [found, cheap] = [oneByOne(plan, order), oneByOne(plan, chosen)];
-  const helps =
-    found.every(({ saves }) => saves > 0) &&
-    (!cheap.length || now.fits || now.peak <= cheap.at(-1).plan.peak);
-  return helps ? found : cheap;
+  const found = listed(plan, chosen, true);
+  return found.every(({ saves }) => saves > 0) ? found : listed(plan, chosen, false);
 }
 
 /** `larger_card`: the smallest larger one on which a plan fits, or null. */
