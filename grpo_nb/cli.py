@@ -145,16 +145,12 @@ def demo(
         with _ending_at_sigterm(), naming_a_full_disk(args.out):
             run_demo(**run, **how, bars=sys.stderr.isatty())
 
-    try:
-        if args.resume and not (out / _marker).exists():
-            raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
-        with one_run.held(args.resume):
-            run = _prepare(out, args.resume, given, one_run)
-            go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
-            status = _ended("demo", go_on, work)
-    except ValueError as error:
-        _tell(f"grpo-nb demo: {error}", sys.stderr)
-        return 2
+    if args.resume and not (out / _marker).exists():
+        raise ValueError(f"there is no run to resume in {out}; leave --resume out to start one")
+    with one_run.held(args.resume):
+        run = _prepare(out, args.resume, given, one_run)
+        go_on = f"grpo-nb demo --resume --out {shlex.quote(str(args.out))}"
+        status = _ended("demo", go_on, work)
     if not (status or args.quiet):
         print(f"Next: look at {args.out / 'curves.png'}, then see how it works: {_lesson}")
     return status
@@ -173,7 +169,7 @@ def _ended(
         left = f"To go on with what was saved: {go_on}" if saved() else "Nothing was saved."
         _tell(f"\nStopped. {left}", sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
-    except (OSError, ValueError) as error:  # a ValueError says what to change
+    except (OSError, ValueError, ImportError) as error:  # a ValueError says what to change
         then = f". Then go on: {go_on}" if isinstance(error, OSError) else ""
         _tell(f"grpo-nb {command}: {error}{then}", sys.stderr)
         return 1
@@ -222,11 +218,7 @@ def train(
     """Train a model with GRPO as a recipe says, a file in YAML, and flags on top of it: model,
     data, reward functions and every setting of GRPOConfig, under the names of TRL. Exit status 0:
     trained; 1: an error in the run; 2: a bad start, and nothing was written."""
-    try:
-        trainer, recipe = _ready(args)
-    except (ValueError, ImportError, OSError) as error:
-        _tell(f"grpo-nb train: {error}", sys.stderr)
-        return 2
+    trainer, recipe = _ready(args)
     from grpo_nb.script import train_and_save
     from grpo_nb.training.checkpoint import checkpoints
 
@@ -311,9 +303,6 @@ def serve(
                     os._exit(143)
     except (KeyboardInterrupt, SystemExit) as stop:
         return stop.code if isinstance(stop, SystemExit) else 130
-    except (ValueError, ImportError, OSError) as error:
-        _tell(f"grpo-nb serve: {error}", sys.stderr)
-        return 2
 
 # %% ../nbs/91_cli.ipynb #7a972a62
 _OFFLOADS = {  # a value of --offload -> its setting
@@ -485,29 +474,25 @@ def plan(
     from grpo_nb import recipe as recipes
     from grpo_nb.planning import plan as planner
 
-    try:
-        with _plain_warnings("grpo-nb plan"):
-            made, recipe = _plan_made(args)
-        better = (made, {}) if made.fits else planner.fitting(made)
-        changes = dict(better[1]) if better else {}
-        same_card = changes.pop("card", None) is None
-        lines = recipes.lines_of(changes, recipe) if recipe else {}
-        if recipe:
-            lines |= recipes.lines_of_servers(made.setup, recipe.config)
-        run = str(args.write or (args.model if recipe else "run.yaml"))
-        # other names are the planner's own
-        loads = args.model if "/" in args.model or Path(args.model).exists() else "MODEL"
-        name = recipe.model.model_name_or_path if recipe else loads
-        served = planner.server_lines(made.setup, name)
-        starts = [*served, planner.launch_line(made.setup, run)]
-        fits = better is not None and same_card
-        if args.write and fits:
-            text = recipes.with_lines(recipes.read_text(args.model), lines)
-            text = recipes.with_launch(text, starts)
-            args.write.write_text(text, encoding="utf-8")
-    except (ValueError, OSError) as error:
-        _tell(f"grpo-nb plan: {error}", sys.stderr)
-        return 2
+    with _plain_warnings("grpo-nb plan"):
+        made, recipe = _plan_made(args)
+    better = (made, {}) if made.fits else planner.fitting(made)
+    changes = dict(better[1]) if better else {}
+    same_card = changes.pop("card", None) is None
+    lines = recipes.lines_of(changes, recipe) if recipe else {}
+    if recipe:
+        lines |= recipes.lines_of_servers(made.setup, recipe.config)
+    run = str(args.write or (args.model if recipe else "run.yaml"))
+    # other names are the planner's own
+    loads = args.model if "/" in args.model or Path(args.model).exists() else "MODEL"
+    name = recipe.model.model_name_or_path if recipe else loads
+    served = planner.server_lines(made.setup, name)
+    starts = [*served, planner.launch_line(made.setup, run)]
+    fits = better is not None and same_card
+    if args.write and fits:
+        text = recipes.with_lines(recipes.read_text(args.model), lines)
+        text = recipes.with_launch(text, starts)
+        args.write.write_text(text, encoding="utf-8")
     needed = _fits_with(args, made, better, lines)
     if args.fit and fits:
         made = better[0]
@@ -529,8 +514,6 @@ def report_of_run(
     try:
         with _plain_warnings("grpo-nb report"), naming_a_full_disk(args.out or args.folder):
             path = write_report(args.folder, args.out)
-    except ValueError as error:
-        args.parser.error(str(error))
     except OSError as error:
         page = args.out or args.folder / "report.html"
         args.parser.error(f"{page} cannot be made: {error.strerror or error}; see --out")
@@ -1028,13 +1011,11 @@ def main(
         _tell("\nStopped.", sys.stderr)
         return 130
     except OSError as error:
-        what = f"{error.filename}: {error.strerror}"
-        if error.filename is None:
-            what = f"standard output cannot be written: {error.strerror or error}"
-            with suppress(OSError):  # or Python prints an error at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError):  # or Python prints an error at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # a reader that has closed it, such as head, knows
             return 0
+        what = f"standard output cannot be written: {error.strerror or error}"
         _tell(f"{' '.join(['grpo-nb', *words[:1]])}: {what}", sys.stderr)
         return 1
 
@@ -1056,8 +1037,11 @@ def _run(
         args.parser.error(_unrecognised(args, unknown))
     try:
         return args.run(args)
-    except OSError:
-        raise
+    except (ValueError, ImportError, OSError) as error:  # a bad start
+        if getattr(error, "errno", None) and error.filename is None:  # of standard output
+            raise
+        _tell(f"grpo-nb {words[0]}: {error}", sys.stderr)
+        return 2
     except Exception:
         _tell(traceback.format_exc().rstrip(), sys.stderr)
         return 1
