@@ -6,13 +6,14 @@
 __all__ = ['SAMPLER', 'MEMORY', 'PLACE', 'WITHOUT_EFFECT', 'REFUSED', 'ADAPTER_FILES', 'SAVING_WITHOUT_EFFECT', 'SAVING_REFUSED',
            'BOUND', 'SEVEN', 'ADAPTER_WITHOUT_EFFECT', 'ADAPTER_REFUSED', 'asked_for', 'check_others', 'bind',
            'NoSecondEngine', 'for_inference', 'for_training', 'CompletionOutput', 'RequestOutput', 'cut_text',
-           'our_params', 'LoraRequest', 'check_adapter', 'adapter_tensors', 'wearing', 'as_vllm_asks', 'fast_generate',
-           'load_lora', 'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf',
-           'push_to_hub_gguf', 'from_pretrained', 'targets_of', 'targets_in_parts', 'get_peft_model',
-           'FastLanguageModel', 'FastModel', 'FastVisionModel']
+           'our_params', 'LoraRequest', 'check_adapter', 'wearing', 'as_vllm_asks', 'fast_generate', 'load_lora',
+           'save_lora', 'save_pretrained_merged', 'push_to_hub_merged', 'save_pretrained_gguf', 'push_to_hub_gguf',
+           'from_pretrained', 'targets_of', 'targets_in_parts', 'get_peft_model', 'FastLanguageModel', 'FastModel',
+           'FastVisionModel']
 
 # %% ../../nbs/compat/01_fast.ipynb #dbaa36ee
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import cycle
@@ -84,14 +85,15 @@ def asked_for(
 
 
 def check_others(
-    given: dict[str, Any],  # arguments that a function has no use for
-    known: set[str],  # names of those that it uses
+    function: Callable,  # that was called
+    given: dict[str, Any],  # arguments that it has no use for
     ignored: dict[str, tuple],  # such as `WITHOUT_EFFECT`
     refused: dict[str, tuple],  # such as `REFUSED`
 ) -> str:  # TypeError or ValueError; else a sentence, empty where nothing was asked for
     "Refuse unknown arguments and those that cannot be honoured; name those without effect."
     for name in given:
         if name not in {*ignored, *refused}:
+            known = inspect.signature(function).parameters
             raise TypeError(unknown(name, {*known, *ignored, *refused}))
     for what, advice in asked_for(given, refused).items():
         raise ValueError(f"{what} cannot be honoured: {advice}")
@@ -223,19 +225,13 @@ def check_adapter(
                 f"the adapter in {folder} has {name}={saved}, and the model's has {present}: "
                 f"give get_peft_model {name}={saved}"
             )
-    saved, present = set(adapter_tensors(folder)), set(get_peft_model_state_dict(model))
+    saved = set(load_peft_weights(str(folder), device="cpu"))
+    present = set(get_peft_model_state_dict(model))
     if saved != present:
         raise ValueError(
             f"the adapter in {folder} and the model's are on different weights, such as "
             f"{min(saved ^ present)}: give get_peft_model the target_modules of the saved one"
         )
-
-
-def adapter_tensors(
-    folder: str | Path,
-) -> dict[str, torch.Tensor]:  # on the CPU, under PEFT's names without the adapter's
-    "The factors of a saved adapter, on the CPU, under PEFT's names without the adapter's."
-    return load_peft_weights(str(folder), device="cpu")
 
 
 @contextmanager
@@ -250,7 +246,7 @@ def wearing(
         return
     check_adapter(model, request.lora_path)
     own = {name: p.detach().clone() for name, p in get_peft_model_state_dict(model).items()}
-    set_peft_model_state_dict(model, adapter_tensors(request.lora_path))
+    set_peft_model_state_dict(model, load_peft_weights(str(request.lora_path), device="cpu"))
     try:
         yield
     finally:
@@ -347,8 +343,9 @@ def save_pretrained_merged(
     **others: Any,  # of `SAVING_WITHOUT_EFFECT`
 ) -> Path:  # the folder
     "Save the model with its adapter merged, or the adapter."
-    known = {"tokenizer", "save_method", "token", "overwrite", "quiet"}
-    note = check_others(others, known, SAVING_WITHOUT_EFFECT, SAVING_REFUSED)
+    note = check_others(
+        save_pretrained_merged, others, SAVING_WITHOUT_EFFECT, SAVING_REFUSED
+    )
     given = dict(tokenizer=tokenizer or model.engine.tokenizer, overwrite=overwrite)
     if save_method == "merged_16bit":
         dtype = "float16" if model.dtype == torch.float16 else "bfloat16"
@@ -449,8 +446,7 @@ def from_pretrained(
     **others: Any,  # of `WITHOUT_EFFECT`
 ):  # (model, tokenizer)
     "Load a model, or an adapter with its model, and bind the functions to it."
-    known = set(from_pretrained.__kwdefaults__) | {"model_name", "max_seq_length", "dtype"}
-    note = check_others(others, known | {"load_in_4bit"}, WITHOUT_EFFECT, REFUSED)
+    note = check_others(from_pretrained, others, WITHOUT_EFFECT, REFUSED)
     model, tokenizer = load_model(
         model_name,
         max_seq_length=max_seq_length,
@@ -540,10 +536,7 @@ def get_peft_model(
 ) -> PeftModel:
     """Put adapters on a model, and bind the functions to it. A model that has such an adapter goes
     on with it."""
-    known = set(get_peft_model.__kwdefaults__) | {
-        *("r", "target_modules", "lora_alpha", "lora_dropout", "bias")
-    }
-    note = check_others(others, known, ADAPTER_WITHOUT_EFFECT, ADAPTER_REFUSED)
+    note = check_others(get_peft_model, others, ADAPTER_WITHOUT_EFFECT, ADAPTER_REFUSED)
     tokenizer, given = model.engine.tokenizer, dict(lora_dropout=lora_dropout, bias=bias)
     given |= dict(use_rslora=use_rslora, modules_to_save=modules_to_save)
     given["init_lora_weights"] = init_lora_weights
