@@ -183,7 +183,7 @@ def _ready(
     args: argparse.Namespace,  # config, resume, words, and the flags that were given
 ):  # the trainer and its recipe; ValueError and the like with what is wrong
     "Everything up to the first update; the recipe is read before torch is imported."
-    from grpo_nb.recipe import NAMES, check_complete, check_places, read_recipe
+    from grpo_nb.recipe import NAMES, check_complete, read_recipe
 
     given = {name: value for name, value in vars(args).items() if name in NAMES}
     if args.resume:
@@ -198,7 +198,6 @@ def _ready(
     with _plain_warnings("grpo-nb train"):
         recipe = read_recipe(args.config, given)
         check_complete(recipe)
-        check_places(recipe)
     tell = _tell if os.environ.get("RANK", "0") == "0" else lambda line: None
     tell("importing torch and transformers, which takes some seconds")
     from grpo_nb.script import trainer_of

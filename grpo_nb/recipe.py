@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['MADE_IN_A_FILE', 'NOT_HERE', 'TODAY', 'GROUPS', 'FIELDS', 'NAMES', 'LIBRARY', 'SHORT', 'THEIRS', 'OF_TRL', 'CALLED',
-           'INSTEAD', 'FILES', 'STARTS', 'listed', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number',
-           'from_yaml', 'from_words', 'read_text', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names',
-           'recipe_of', 'check_complete', 'read_recipe', 'comments', 'add_flag', 'groups_of_settings', 'add_flags',
-           'underscored', 'is_function', 'module_of', 'place_of', 'check_places', 'check_there', 'named_object',
-           'made_by', 'shape_of', 'stored_as', 'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml',
-           'end_of', 'with_lines', 'lines_of_servers', 'with_launch']
+           'INSTEAD', 'STARTS', 'listed', 'ModelSettings', 'AdapterSettings', 'DataSettings', 'as_number', 'from_yaml',
+           'from_words', 'read_text', 'mapping_in', 'Recipe', 'with_todays_names', 'check_names', 'recipe_of',
+           'check_complete', 'read_recipe', 'comments', 'add_flag', 'groups_of_settings', 'add_flags', 'underscored',
+           'is_function', 'module_of', 'place_of', 'check_there', 'named_object', 'made_by', 'shape_of', 'stored_as',
+           'adapted_parts', 'drawn_by', 'setup_of_recipe', 'lines_of', 'in_yaml', 'end_of', 'with_lines',
+           'lines_of_servers', 'with_launch']
 
 # %% ../nbs/88_recipe.ipynb #b1af4714
 import argparse
@@ -462,20 +462,6 @@ def place_of(
     there = f"; the nearest is {close[0]!r}. " if close else f" ({', '.join(SHORT | OF_TRL)}). "
     own = "Your own are written module:function or file.py:function."
     raise ValueError(f"{of} names {name!r}, which is no function of this library{there}{own}")
-
-
-FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-def check_places(recipe: Recipe) -> None:  # ValueError with what is not there
-    "Refuse rows that are not there, before seconds of imports."
-    if (rows := Path(recipe.data.dataset_name)).suffix in FILES:
-        said = f"dataset_name={recipe.data.dataset_name!r} has no rows"
-        if not rows.is_file():
-            raise ValueError(f"{said}: there is no such file in {os.getcwd()}")
-        if not rows.stat().st_size:
-            one = '{"prompt": "2+3=", "answer": 5}'
-            raise ValueError(f"{said}, the file is empty: write one a line, such as {one}")
 
 
 def check_there(

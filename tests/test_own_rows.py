@@ -88,7 +88,7 @@ def test_what_is_no_row_or_no_function_is_a_sentence(tmp_path, monkeypatch, caps
     words = ["train", "--config", str(ROOT / "recipes/own_rows.yaml"), "--output_dir", "runs"]
     rewarded = ["--reward_funcs", "my_rows.py:right"]
     for given, sentence in (
-        (["--dataset_name", "none.jsonl"], "has no rows, the file is empty: write one a line"),
+        (["--dataset_name", "none.jsonl", *rewarded], "it is empty; write one a line"),
         (["--dataset_name", "heads.csv", *rewarded], "has no rows 'train' that can be read"),
         (
             ["--dataset_name", "heads.csv", "--reward_funcs", "my_rows.py"],

@@ -343,9 +343,7 @@ def save_pretrained_merged(
     **others: Any,  # of `SAVING_WITHOUT_EFFECT`
 ) -> Path:  # the folder
     "Save the model with its adapter merged, or the adapter."
-    note = check_others(
-        save_pretrained_merged, others, SAVING_WITHOUT_EFFECT, SAVING_REFUSED
-    )
+    note = check_others(save_pretrained_merged, others, SAVING_WITHOUT_EFFECT, SAVING_REFUSED)
     given = dict(tokenizer=tokenizer or model.engine.tokenizer, overwrite=overwrite)
     if save_method == "merged_16bit":
         dtype = "float16" if model.dtype == torch.float16 else "bfloat16"
