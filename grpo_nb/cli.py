@@ -790,8 +790,8 @@ def doctor(
 # %% ../nbs/91_cli.ipynb #bbec0fad
 def _add_flags(
     parser: argparse.ArgumentParser,
-    # a flag a line: its name and what it takes, numbers allowed, its help; what is further
-    # in belongs to the line before
+    # a flag a line: its name, what it takes and its default, numbers allowed, its help; what is
+    # further in belongs to the line before
     table: str,
     **more: dict,  # a flag's name -> what else argparse is to know of it
 ) -> dict[str, str]:  # the name of each value -> its flag
@@ -800,10 +800,13 @@ def _add_flags(
     for row in re.sub(r"\n +", " ", table.strip()).splitlines():
         takes, bounds, about = (part.strip() for part in row.split(" |", 2))
         name, _, metavar = takes.partition(" ")
+        metavar, _, default = metavar.partition("=")
         how = {"help": about, **more.get(name.lstrip("-").replace("-", "_"), {})}
         if bounds:
             least, most = bounds.split("..")
             how["type"] = _integer(int(least), int(most or 2**40))
+        if default:
+            how |= {"default": default, "help": f"{about} (default: {default})"}
         if metavar:
             how["metavar"] = metavar
             how |= {"type": Path} if metavar in ("FILE", "FOLDER", "RUN_DIR") else {}
@@ -814,13 +817,12 @@ def _add_flags(
 
 # %% ../nbs/91_cli.ipynb #2af70635
 _PLAN = f"""
-model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, which ends in .yaml
-    (default: gpt-oss-20b)
+model MODEL=gpt-oss-20b | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, which
+    ends in .yaml
 --card CARD | | {", ".join(CARDS)} (default: the recipe's, or T4)
---cards N | 1.. | so many of them, each with the whole model and a share of the batch (default: 1)
+--cards N=1 | 1.. | so many of them, each with the whole model and a share of the batch
 --fsdp | | they share the weights out too: each holds a part, and gathers a layer to compute it
---samplers K | 0.. | so many more that only draw, each with a vLLM server
-    (default: 0)
+--samplers K=0 | 0.. | so many more that only draw, each with a vLLM server
 --memory SIZE | | so much instead of the card's own: 16GB, or 15, which is in GiB
 --format | | of the weights (default: mxfp4 for gpt-oss, else bf16; fp32 if all train)
 --double-quant | | quantise the scales of nf4 too: 4.13 bits instead of 4.5
@@ -849,10 +851,8 @@ model MODEL | | {", ".join(MODELS)}, a folder with a config.json, or a recipe, w
 
 # %% ../nbs/91_cli.ipynb #7415bd8c
 _PLAN_KNOWS = dict(  # what argparse is to know of these besides
-    model=dict(nargs="?", default="gpt-oss-20b"),
-    cards=dict(default=1),
+    model=dict(nargs="?"),
     fsdp=dict(choices=("full_shard", "shard_grad_op")),
-    samplers=dict(default=0),
     format=dict(dest="weights", choices=FORMATS),
     lora_targets=dict(choices=(*TARGETS, "all")),
     prompt=dict(dest="prompt_length"),
@@ -885,21 +885,17 @@ _TRAIN_USAGE = dict(
 # %% ../nbs/91_cli.ipynb #1784a1c4
 _SERVE = """
 model MODEL | | tiny, or a name, folder or module:function
---host HOST | | (default: 127.0.0.1, this machine alone)
---port N | 0..65535 | (default: 8000; 0: one that is free)
+--host HOST=127.0.0.1 | | 127.0.0.1 is this machine alone
+--port N=8000 | 0..65535 | 0: one that is free
 --api-key TOKEN | | that every request has to bring; others see a command line, and not the
     environment: GRPO_NB_API_KEY says it too
 --lora-dir FOLDER | | adapters are loaded from below it; the run's output_dir (default: none are)
---max-loras N | 1..10000 | adapters held (default: 4)
---max-lora-rank R | 1..10000 | of an adapter (default: 64)
+--max-loras N=4 | 1..10000 | adapters held
+--max-lora-rank R=64 | 1..10000 | of an adapter
 --logprobs-mode | | after temperature and cuts, or before, as vLLM's default (default: processed)
 --served-model-name NAME | | in requests (default: MODEL)
 """
 _SERVE_KNOWS = dict(
-    host=dict(default="127.0.0.1"),
-    port=dict(default=8000),
-    max_loras=dict(default=4),
-    max_lora_rank=dict(default=64),
     logprobs_mode=dict(
         choices=("processed_logprobs", "raw_logprobs"), default="processed_logprobs"
     ),
@@ -917,13 +913,12 @@ _DEMO = """
 --model MODEL | | a folder or a name: train an adapter for it, on sums (default: a tiny gpt-oss)
 --steps N | 1..1000000 | training steps (default: the length of the lesson; 20 with --model)
 --seed N | 0..4294967295 | of the model, the tasks and the sampling (default: 0)
---out FOLDER | | where the run is kept (default: runs/demo)
+--out FOLDER=runs/demo | | where the run is kept
 --resume | | go on with the run in --out, from its newest checkpoint that is whole
 --save-steps N | 1..1000000 | steps from one checkpoint to the next (default: 50, and one at the
     end)
 --quiet | | no progress bar and no results on the screen
 """
-_DEMO_KNOWS = dict(out=dict(default=Path("runs/demo")))
 _LESSONS = "folder FOLDER | | a folder that is new or empty"
 _EXERCISES = "folder FOLDER | | with notebooks (default: this one)"
 _REPORT = """
@@ -939,7 +934,7 @@ _DOCTOR = """
 
 # %% ../nbs/91_cli.ipynb #a9f7fe44
 _COMMANDS = {  # name -> its function, what it is for, its flags, what argparse is to know of them
-    "demo": (demo, "train a tiny gpt-oss on arithmetic, on the CPU", _DEMO, _DEMO_KNOWS),
+    "demo": (demo, "train a tiny gpt-oss on arithmetic, on the CPU", _DEMO, {}),
     "train": (train, "train a model as a recipe says", _TRAIN, {}),
     "serve": (serve, "draw completions for a trainer in another process", _SERVE, _SERVE_KNOWS),
     "plan": (plan, "plan the memory of a training step", _PLAN, _PLAN_KNOWS),
