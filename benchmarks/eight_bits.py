@@ -5,7 +5,7 @@
 MODEL is the folder of a dense model. It draws completions in float32. Then the linear layers of its
 decoder are rounded to each format, everything is computed in float32, and the same tokens are
 scored: so only the rounding of weights differs. `products too` rounds the inputs of each product
-to float8 as well, by torch._scaled_mm, as cards from compute capability 8.9 on can do.
+to float8 as well, each row with a scale of its own, as cards from compute capability 8.9 on can do.
 The gradient is that of all-linear LoRA with r = 8 where it begins (its second factors), of
 sum(A log p) with A = 1 for every other completion and -1 for the rest. MXFP4 and NF4 are rounded
 and unrounded: neither is how this library trains that model on a CPU. NF4 needs bitsandbytes.
@@ -21,7 +21,7 @@ import torch
 
 from grpo_nb import RolloutEngine, SamplingParams, load_model
 from grpo_nb.model import mxfp4
-from grpo_nb.model.float8 import float8_weights
+from grpo_nb.model.float8 import Float8Weight, dequantize, quantize
 from grpo_nb.model.loading import memory_by_part
 
 PROMPTS = (
@@ -54,6 +54,14 @@ FORMATS = {  # name -> (bits a weight, load_in_fp8, how a dense weight is rounde
 }
 
 
+def round_inputs(module, given):
+    "Before a product: its inputs in float8, each row with a scale; gradients pass."
+    (x,) = given
+    block = 1, x.shape[-1]
+    rounded = dequantize(*quantize(x.detach(), block), x.dtype, block)
+    return x + (rounded - x).detach()
+
+
 def build(folder, name):
     "The model in a format, with adapters that change nothing yet."
     _, in_fp8, rounded, products = FORMATS[name]
@@ -66,8 +74,9 @@ def build(folder, name):
     for key, p in base.named_parameters():
         if rounded and key.endswith("base_layer.weight"):
             p.data = rounded(p.data)
-    for p in float8_weights(model).values():
-        p.form = (p.block, products)
+    for module in model.modules() if products else ():
+        if isinstance(getattr(module, "weight", None), Float8Weight):
+            module.register_forward_pre_hook(round_inputs)
     return model.eval(), tokenizer
 
 

@@ -99,11 +99,14 @@ def test_a_row_that_was_run_is_told_as_its_record_and_the_planner_have_it(large,
     assert f"| {' | '.join(cells)} |" in (FOLDER.parent / "docs/how_fast.md").read_text()
 
 
-def held_by_compiling(row):
-    """GiB that the first draw held of a prompt in parts when these were measured: of one full layer
-    each part's queries and outputs, and the keys and values up to its end."""
+HELD = {"oss_380k", "oss_116k", "qwen3_110k"}  # measured when compiling held all parts of a prompt
+
+
+def held_by_compiling(name, row):
+    """GiB that the first draw held of a prompt in parts then: of one full layer each part's queries
+    and outputs, and the keys and values up to its end."""
     shape, part = MODELS[row.model], limits.PREFILL_TOKENS
-    if row.prompt <= part:
+    if name not in HELD:
         return 0
     keys = sum(range(part, row.prompt, part)) + row.prompt
     numbers = 2 * shape.heads * row.prompt + 2 * shape.kv_heads * keys
@@ -114,6 +117,6 @@ def held_by_compiling(row):
 def test_the_plan_is_within_ten_per_cent_of_what_was_measured(large, record):
     row = large.ROWS[record["row"]]
     planned = large.about(record["row"], row)["as_torch_counts"]
-    drawn = planned["sample"] + held_by_compiling(row)
+    drawn = planned["sample"] + held_by_compiling(record["row"], row)
     assert drawn == pytest.approx(record["measured"]["sample"]["peak"], rel=0.1)
     assert planned["train"] == pytest.approx(record["measured"]["train"]["peak"], rel=0.1)

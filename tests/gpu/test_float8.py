@@ -1,5 +1,5 @@
-"""Weights in float8 on a GPU: a CPU's bytes, kernels beside the modules, gradients, memory, and
-products in float8 where the card has them. (pytest -m gpu tests/gpu/test_float8.py)"""
+"""Weights in float8 on a GPU: a CPU's bytes, kernels beside the modules, gradients and memory.
+(pytest -m gpu tests/gpu/test_float8.py)"""
 
 import copy
 

@@ -420,6 +420,23 @@ def test_still_packed():
     assert "Float8Weight((4, 256, 128)" in repr(w)
 
 
+def test_products_of_rounded_inputs_are_those_of_torch(monkeypatch):
+    "What eight_bits.py has as `products too`."
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from eight_bits import round_inputs
+
+    w, x = as_float8(torch.randn(48, 64), "row"), torch.randn(2, 5, 64, requires_grad=True)
+    linear = torch.nn.Linear(64, 48, bias=False)
+    linear.weight = torch.nn.Parameter(w, requires_grad=False)
+    linear.register_forward_pre_hook(round_inputs)
+    codes, scales = float8.quantize(x.detach()[1], (1, 64))
+    scales = dict(scale_a=scales, scale_b=w.scales.T.contiguous())
+    theirs = torch._scaled_mm(codes, w.blocks.T, **scales, out_dtype=torch.float32)
+    assert torch.allclose(linear(x)[1], theirs, atol=1e-5)
+    linear(x).sum().backward()  # the backward pass unpacks the weight
+    assert torch.allclose(x.grad, w.dequantize().sum(0).expand_as(x), atol=1e-5)
+
+
 # ---- what is refused
 
 
