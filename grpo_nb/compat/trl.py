@@ -85,7 +85,7 @@ prediction_step evaluation_loop get_eval_dataloader _get_eval_sampler
 _save_checkpoint _save_optimizer_and_scheduler
     save(parts=None) {CHECKPOINTER}
 _load_from_checkpoint _load_optimizer_and_scheduler
-    load(folder) {CHECKPOINTER}
+    restore(checked) {CHECKPOINTER}
 _calculate_rewards
     nothing, and pass reward_funcs
 _set_signature_columns_if_needed

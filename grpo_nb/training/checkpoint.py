@@ -594,13 +594,6 @@ class CheckpointReads(CheckpointWrites):
             others = len(written) != processes
             return SavedRun(folder, saved, copy_weights, changed, others, compared)
 
-    def load(
-        self,
-        folder: Path,
-    ) -> str:  # what to tell the user
-        "Go back to where a checkpoint was written; ValueError, with nothing changed, if unfit."
-        return self.restore(self.read(folder, self.rows, self.data))
-
 # %% ../../nbs/training/13_checkpoint.ipynb #33ecbefc
 class CheckpointRestores(CheckpointReads):
     "Every part goes on from its own entry."
