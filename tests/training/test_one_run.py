@@ -308,7 +308,7 @@ def test_an_error_gives_the_folder_back(tmp_path):
     with pytest.raises(KeyError):
         trainer.train()
     assert not trainer.one_run.path.exists()
-    with pytest.raises(ValueError, match="there is no checkpoint"):
+    with pytest.raises(ValueError, match="there is no whole checkpoint"):
         small_trainer(tmp_path / "new").train(resume_from_checkpoint=True)
     assert not (tmp_path / "new").exists()
 
