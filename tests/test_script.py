@@ -89,7 +89,7 @@ BAD = [
     (["--reward_weights", "1", "2"], 2, "give one weight each"),
     (["--generation_batch_size", "12"], 2, "12"),
     (["--max_completion_length", "4092"], 1, "The prompt of row 0 has 6 tokens"),
-    (["--resume_from_checkpoint"], 1, "no checkpoint in"),
+    (["--resume_from_checkpoint"], 1, "no whole checkpoint"),
 ]
 
 
