@@ -489,11 +489,18 @@ class UpdateLoss(UpdateLogps):
         window, whole_window = self.window, self.config.loss_type in WINDOW_TOKEN_LOSSES
         return window.part / (window.steps if whole_window else window.share or 1.0)
 
-    def entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor) -> torch.Tensor | None:
+    def entropy_mask(
+        self,
+        entropies: torch.Tensor,  # (B, T) nats
+        mask: torch.Tensor,  # (B, T) bool, True = a token that is trained on
+        of_all: bool = True,  # False: nothing is learnt, and processes have different numbers
+    ) -> torch.Tensor | None:
         "(B, T), the tokens of highest entropy among those of all processes; None: all are used."
         quantile, entropies = self.config.top_entropy_quantile, entropies.detach()
         if quantile >= 1:
             return None
+        if not of_all:
+            return high_entropy_mask(entropies, mask, quantile)
         active = self.accelerator.pad_across_processes(entropies[mask.bool()], pad_index=-1)
         gathered = self.accelerator.gather(active)
         return high_entropy_mask(entropies, mask, quantile, gathered=gathered[gathered >= 0])
@@ -587,20 +594,20 @@ class UpdateGradients(UpdateWindow):
         batch: TrainingBatch,  # a part of a micro-batch
         share: float,  # the factor of its loss, so that the shares add up to the micro-batch's
         first_pass: bool = True,
-        moves: bool = True,  # False: its gradient is known to be 0
+        moves: bool = True,  # False: its gradient is known to be 0, or not wanted
     ) -> None:
         "Forward and backward of a part of a micro-batch."
         with torch.set_grad_enabled(moves):
             logps, entropies, balance = self.with_balance(batch)
         if first_pass:
             self.measure_gap(logps.detach(), batch)
-        chosen = self.entropy_mask(entropies, batch.loss_mask)
+        chosen = self.entropy_mask(entropies, batch.loss_mask, moves)
         output = self.loss_of(batch, logps, entropies, chosen)
         whole_window = self.config.loss_type in WINDOW_TOKEN_LOSSES
-        steps = 1 if whole_window else self.layout.gradient_accumulation_steps
+        steps = 1 if whole_window else self.window.steps
         loss = share * (output.loss / steps)
         if balance is not None:
-            loss = loss + self.balance * balance / self.layout.gradient_accumulation_steps
+            loss = loss + self.balance * balance / self.window.steps
             self.metrics.add({"aux_loss": balance.detach()})
         policy_loss = output.loss.detach() if output.policy_loss is None else output.policy_loss
         if moves:
@@ -707,29 +714,20 @@ class UpdateEvaluation(UpdateStep):
     ) -> float:
         """The loss that an evaluation reports (TRL's `eval_loss`): that of `loss_of`, as if the
         batch were a window of its own. Nothing is logged."""
-        metrics = Metrics() if metrics is None else metrics
-        kept, self.window = self.window, Window(self.device)
-        quantile, total = self.config.top_entropy_quantile, 0.0
+        with self.metrics.untimed():
+            batch = self.prepare(batch)
+        kept = self.window, self.metrics
+        self.window, self.metrics = Window(self.device), metrics or Metrics()
         try:
             self.window.expect(max(float(batch.loss_mask.sum()), 1.0))
-            with self.metrics.untimed():
-                batch = self.prepare(batch)
             with evaluating(self.model):
                 for piece in self.pieces(self.model, batch):
-                    logps, entropies, balance = self.with_balance(piece)
                     share = share_of(piece, batch, self.config.loss_type)
                     self.window.begin_piece(self.part_of(piece, batch), share)
-                    mask = piece.loss_mask
-                    chosen = high_entropy_mask(entropies, mask, quantile) if quantile < 1 else None
-                    output = self.loss_of(piece, logps, entropies, chosen)
-                    metrics.add(output.metrics, weight=self.window.part)
-                    total += share * output.loss.item()
-                    if balance is not None:
-                        metrics.add({"aux_loss": balance}, weight=self.window.part)
-                        total += self.balance * balance.item()
+                    self.accumulate_piece(piece, share, first_pass=False, moves=False)
+            return self.window.sums["loss"].item()
         finally:
-            self.window = kept
-        return total
+            self.window, self.metrics = kept
 
 # %% ../../nbs/training/12_policy_update.ipynb #2a778c21
 class UpdateCheckpoint(UpdateEvaluation):
