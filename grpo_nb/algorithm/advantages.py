@@ -51,10 +51,6 @@ def _read_rewards(
             f"rewards has the shape {tuple(rewards.shape)}; it must be (N,) or (N, K): a row "
             "for each completion, a column for each reward function, at least one of both"
         )
-    if rewards.is_complex():
-        raise ValueError(
-            "rewards are complex numbers, which have no better and worse; pass real numbers"
-        )
     rewards = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
     rewards = rewards.reshape(len(rewards), -1)  # (N, K)
     K = rewards.shape[1]

@@ -198,23 +198,18 @@ def chunk_rows(
     return chunks
 
 # %% ../../nbs/algorithm/04_logprobs.ipynb #521eb762
-def _logits(hidden, head, bias, out):
-    "hidden @ head.T + bias, written into `out`."
-    if bias is None:
-        return torch.mm(hidden, head.T, out=out)
-    return torch.addmm(bias, hidden, head.T, out=out)
-
-
-def _buffer(head, chunks):
-    "Room for the logits of the largest chunk, (n, V)."
-    return head.new_empty(max((stop - start for start, stop in chunks), default=0), len(head))
-
-
-def _cut(logits, survivors, start, stop):
-    "-inf in place of the logits of tokens that could not be drawn."
-    if survivors is not None:
-        left_out = cannot_be_drawn(survivors[start:stop], logits.shape[-1])
-        logits.masked_fill_(left_out, -torch.inf)
+def _logit_chunks(hidden, head, bias, survivors, chunks):
+    "Yield each chunk's place, states (n, H) and logits (n, V); the logits lie in one buffer."
+    buffer = head.new_empty(max((stop - start for start, stop in chunks), default=0), len(head))
+    for start, stop in chunks:
+        chunk, out = hidden[start:stop].to(head.dtype), buffer[: stop - start]
+        if bias is None:
+            torch.mm(chunk, head.T, out=out)
+        else:
+            torch.addmm(bias, chunk, head.T, out=out)
+        if survivors is not None:  # tokens that could not be drawn
+            out.masked_fill_(cannot_be_drawn(survivors[start:stop], len(head)), -torch.inf)
+        yield slice(start, stop), chunk, out
 
 
 def _add_product(total, a, b):
@@ -237,22 +232,18 @@ class _ChunkedLogProbs(torch.autograd.Function):
     ):
         with torch.autocast(hidden.device.type, enabled=False):
             head, bias_ = lm_head.to(dtype), bias if bias is None else bias.to(dtype)
-            buffer, wide = _buffer(head, chunks), torch.promote_types(dtype, torch.float32)
+            wide = torch.promote_types(dtype, torch.float32)
             logps = hidden.new_empty(len(hidden), dtype=wide)  # (N,)
             entropies = torch.empty_like(logps) if entropy else None  # (N,)
             rows = hidden.new_empty(hidden.shape, dtype=dtype) if keep_rows else None  # (N, H)
-            ones = torch.ones_like(logps[: len(buffer)])  # (n,)
-            for start, stop in chunks:
-                chunk = hidden[start:stop].to(dtype)  # (n, H)
-                logits = _logits(chunk, head, bias_, out=buffer[: stop - start])  # (n, V)
-                _cut(logits, survivors, start, stop)
-                to_rows = ones[: stop - start] if keep_rows else None
-                found = softmax(logits, index[start:stop], to_rows, entropy=entropy)
-                logps[start:stop], chunk_entropy = found
+            for place, _, logits in _logit_chunks(hidden, head, bias_, survivors, chunks):
+                to_rows = torch.ones_like(logps[place]) if keep_rows else None
+                found = softmax(logits, index[place], to_rows, entropy=entropy)
+                logps[place], chunk_entropy = found
                 if entropy:
-                    entropies[start:stop] = chunk_entropy
+                    entropies[place] = chunk_entropy
                 if keep_rows:
-                    torch.mm(logits, head, out=rows[start:stop])
+                    torch.mm(logits, head, out=rows[place])
         recomputes = entropy or not keep_rows
         ctx.save_for_backward(rows, *((hidden, lm_head, bias, index) if recomputes else ()))
         ctx.chunks, ctx.dtype, ctx.softmax, ctx.hidden_dtype = chunks, dtype, softmax, hidden.dtype
@@ -285,20 +276,16 @@ def _recompute(ctx, hidden, lm_head, bias, index, grad_logps, grad_entropy):
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_head = torch.zeros_like(lm_head, dtype=wide) if needs_head else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-    buffer = _buffer(head, ctx.chunks)
-    for start, stop in ctx.chunks:
-        chunk = hidden[start:stop].to(ctx.dtype)  # (n, H)
-        logits = _logits(chunk, head, bias_, out=buffer[: stop - start])  # (n, V)
-        _cut(logits, ctx.survivors, start, stop)
+    for place, chunk, logits in _logit_chunks(hidden, head, bias_, ctx.survivors, ctx.chunks):
         ctx.softmax(
             logits,
-            index[start:stop],
-            grad_logps[start:stop],
-            None if grad_entropy is None else grad_entropy[start:stop],
+            index[place],
+            grad_logps[place],
+            None if grad_entropy is None else grad_entropy[place],
             entropy=grad_entropy is not None,
         )  # logits is now their gradient
         if needs_hidden:
-            grad_hidden[start:stop] = logits @ head
+            grad_hidden[place] = logits @ head
         if needs_head:
             _add_product(grad_head, logits, chunk)
         if needs_bias:

@@ -199,10 +199,6 @@ class Loss:
     weight: Callable | None = None
     zero_at_start: bool = True  # at ratio 1 a token's loss is -A, so that a group's sum to 0
 
-    def __getitem__(self, index: int) -> Callable:
-        "A loss reads as the pair (per token, reduction), too."
-        return (self.per_token, self.reduction)[index]
-
     @functools.cached_property
     def reads(self) -> frozenset[str]:
         "The settings in its formula: the arguments that have a default."

@@ -675,12 +675,6 @@ def check_limits(
     for name, smallest in least.items():
         if (value := settings[name]) is not None and not smallest <= value < math.inf:
             raise ValueError(f"{name} is {value!r}; give a number from {smallest:g} on")
-    each, whole = settings["each_timeout_s"], settings["timeout_s"]
-    if each is not None and each > whole:
-        raise ValueError(
-            f"each_timeout_s is {each:g} and timeout_s, the limit of the whole call, is "
-            f"{whole:g}: give each less than all"
-        )
 
 
 def isolated(

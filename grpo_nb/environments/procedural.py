@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['HERE', 'EVALUATES_LISTS', 'EVALUATES_FORMULAS', 'FORMULA_NAMES', 'library', 'import_reasoning_gym',
            'import_math_verify', 'task_names', 'Task', 'closest', 'make_task', 'to_json', 'from_json', 'harmless',
-           'scorer', 'task_score', 'explain_task', 'procedural_reward', 'problems', 'shares', 'rows_of',
-           'check_mixture', 'procedural', 'right_value', 'explain_value', 'math_points', 'math_reward']
+           'scorer', 'task_score', 'explain_task', 'procedural_reward', 'problems', 'shares', 'rows_of', 'procedural',
+           'right_value', 'explain_value', 'math_points', 'math_reward']
 
 # %% ../../nbs/environments/11_procedural.ipynb #11fafc7f
 import ast
@@ -15,6 +15,7 @@ import difflib
 import functools
 import importlib
 import json
+import math
 import random
 import re
 from collections.abc import Callable
@@ -102,17 +103,15 @@ def make_task(
             f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} "
             f"(task_names() has all {len(task_names())})"
         )
-    fields = {field.name for field in dataclasses.fields(tasks[name][1])}
-    settings = sorted(fields - {"seed", "size"})  # which all tasks of a mixture share
-    for setting in config.keys() - settings:
-        raise ValueError(
-            f"the task {name!r} has no setting {setting!r}; "
-            f"{closest(setting, settings)}. It has {', '.join(settings) or 'none'}"
-        )
     try:
         return library("reasoning_gym").create_dataset(name, **config, **placed)
     except (AssertionError, ValueError, TypeError) as error:
-        raise ValueError(f"the task {name!r} refuses the settings {config}: {error}") from error
+        # all tasks of a mixture share the other two
+        own = {field.name for field in dataclasses.fields(tasks[name][1])} - {"seed", "size"}
+        raise ValueError(
+            f"the task {name!r} refuses the settings {config}: {error}. It has "
+            f"{', '.join(sorted(own)) or 'none'}"
+        ) from error
 
 # %% ../../nbs/environments/11_procedural.ipynb #bc7ba9e8
 def to_json(
@@ -290,26 +289,6 @@ def rows_of(
         )
     return rows
 
-
-def check_mixture(
-    tasks: list[Task],
-    size: int,  # rows in all
-) -> None:
-    "Refuse an empty list, a weight that is not positive, and fewer rows than tasks."
-    if not tasks:
-        raise ValueError(
-            "there is no task: give the name of one, or a list of them (task_names() has all)"
-        )
-    for task in tasks:
-        if not 0 < task.weight < float("inf"):
-            raise ValueError(
-                f"the weight of {task.name!r} is {task.weight!r}; give a positive number"
-            )
-    if size < len(tasks):
-        raise ValueError(
-            f"size is {size} and there are {len(tasks)} tasks: give at least one row to each"
-        )
-
 # %% ../../nbs/environments/11_procedural.ipynb #87c800c6
 def procedural(
     tasks: str | Task | list[str | Task],  # one task, or several to be mixed by their weights
@@ -335,15 +314,16 @@ def procedural(
 
     tasks = tasks if isinstance(tasks, (list, tuple)) else [tasks]
     given = [task if isinstance(task, Task) else Task(task) for task in tasks]
-    check_mixture(given, size)
     stated_answer("", tuple(ways))
-    rows = []
-    for task, count in zip(given, shares(size, [task.weight for task in given])):
-        if not count:
-            raise ValueError(
-                f"the weight of {task.name!r} is so small that none of the {size} rows is "
-                "its: raise the weight or size"
-            )
+    weights, rows = [task.weight for task in given], []
+    counts = shares(size, weights) if all(0 < one < math.inf for one in weights) else []
+    if not counts or min(counts) < 1:
+        raise ValueError(
+            f"of {size} rows not each of the tasks {[task.name for task in given]} with the "
+            f"weights {weights} gets one: give a task or several (task_names() has all), weights "
+            "above 0, and rows enough for the smallest"
+        )
+    for task, count in zip(given, counts):
         rows += rows_of(task, problems(task, count, seed, unique), instruction, chat)
     random.Random(seed).shuffle(rows)
     settings = {"ways": tuple(ways), "partial": partial}

@@ -115,20 +115,17 @@ def batch_figure(
     )
     grid = prompt_grid(layout, 2, shuffle)  # (completions of a step, steps)
     rows, columns = grid.shape
-    width, height = min(10, 1.2 + 0.45 * columns), min(6, 0.3 * rows)
-    figure = Figure(figsize=(max(width, 6), height + 1.6))
-    axes = figure.add_axes(
-        [0.12, 1.15 / (height + 1.6), (width - 1) / max(width, 6), height / (height + 1.6)]
-    )
+    size = max(min(10, 1.2 + 0.45 * columns), 6), min(6, 0.3 * rows) + 1.6
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots()
     draw_grid(axes, grid, num_processes)
     mark_time(axes, layout, 2)
     axes.set_xlabel(
-        "step of the cycle (one micro-batch on each process);  triangle: update",
-        fontsize=8,
+        "step of the cycle (one micro-batch on each process);  triangle: update\n\n"
+        + derived_text(layout),
         loc="left",
-    )
-    figure.text(
-        0.12, 0.6 / (height + 1.6), derived_text(layout), fontsize=8, family="monospace", va="top"
+        fontsize=8,
+        family="monospace",
     )
     return figure
 

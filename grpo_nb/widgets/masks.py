@@ -7,6 +7,8 @@ __all__ = ['READ', 'MISTAKE', 'MISSED', 'PROMPT', 'ANSWER', 'BORDERS', 'BLACK', 
            'key_range', 'masks_figure', 'MasksWidget', 'masks_widget', 'chunks_figure', 'ChunksWidget', 'chunks_widget']
 
 # %% ../../nbs/widgets/05_masks.ipynb #28dc715c
+from functools import partial
+
 import torch
 import traitlets
 from matplotlib.collections import LineCollection
@@ -146,65 +148,33 @@ def _brackets(left, right, top, bottom, tip):
 BLACK, RED, SHADES = "black", "#C1272D", ("#DCEBF7", "#B9D6EC")
 
 
-def _draw_pieces(axes, batch, length, mini_batch, logit_chunk_multiplier):
+def _draw_pieces(axes, batch, length, pieces, chunks):
     "Pieces side by side, sequences as shades, chunks as red brackets; the first chunk is filled."
-    pieces = min(mini_batch, batch)
     edges = [batch * i // pieces for i in range(pieces + 1)]  # first sequence of each piece
-    tallest = max(last - first for first, last in zip(edges, edges[1:]))
-    chunks, black, red = chunk_rows(batch, length, mini_batch, logit_chunk_multiplier), [], []
+    tallest, black, red = -(-batch // pieces), [], []
+    rim = 0.02 * tallest
     for i, (first, last) in enumerate(zip(edges, edges[1:])):
-        left = 1.5 * i
-        for sequence in range(first, last):
-            shade = SHADES[sequence % 2]
-            axes.add_patch(Rectangle((left, sequence - first), 1, 1, facecolor=shade))
-        rim = 0.02 * tallest
+        left, shades = 1.5 * i, [SHADES[sequence % 2] for sequence in range(first, last)]
+        axes.bar([left] * len(shades), 1, 1, range(len(shades)), align="edge", color=shades)
         black += _brackets(left - 0.12, left + 1.12, -rim, last - first + rim, 0.1)
         for start, stop in chunks:
             if first * length <= start < last * length:
-                gap = min(0.12 * (stop - start) / length, 0.02 * tallest)
-                red += _brackets(
-                    left + 0.06,
-                    left + 0.94,
-                    start / length - first + gap,
-                    stop / length - first - gap,
-                    0.08,
-                )
-    filled = (chunks[0][1] - chunks[0][0]) / length
-    axes.add_patch(Rectangle((0.06, 0), 0.88, filled, facecolor=RED, alpha=0.45))
+                gap = min(0.12 * (stop - start) / length, rim)
+                top, bottom = start / length - first + gap, stop / length - first - gap
+                red += _brackets(left + 0.06, left + 0.94, top, bottom, 0.08)
+    axes.bar(0.06, chunks[0][1] / length, 0.88, align="edge", color=RED, alpha=0.45)
     axes.add_collection(LineCollection(red, colors=RED, linewidths=1.2))
     axes.add_collection(LineCollection(black, colors=BLACK, linewidths=2.2))
     axes.set(xlim=(-0.3, 1.5 * pieces - 0.2), ylim=(1.04 * tallest, -0.04 * tallest))
     axes.axis("off")
 
 # %% ../../nbs/widgets/05_masks.ipynb #56d2b36c
-def _draw_bytes(
-    axes, batch, length, vocab, hidden, mini_batch, logit_chunk_multiplier, element_bytes
-):
-    "A bar for each equation, on a logarithmic axis."
-
-    def logits(**split):
-        return logit_bytes(batch, length, vocab, element_bytes=element_bytes, **split)
-
-    def states(**split):
-        return hidden_state_bytes(batch, length, hidden, element_bytes=element_bytes, **split)
-
-    bars = [
-        ("all logits (equation 1)", logits(), "#999999"),
-        ("one sequence's logits (equation 2)", logits(mini_batch=batch), "#999999"),
-        (
-            "one chunk's logits (red; equation 3)",
-            logits(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier),
-            RED,
-        ),
-        ("all hidden states", states(), "#999999"),
-        ("one piece's hidden states (black)", states(mini_batch=mini_batch), BLACK),
-    ]
-    names, sizes, colors = zip(*bars)
-    drawn = axes.barh(range(len(bars)), [size / 2**30 for size in sizes], color=colors, height=0.65)
-    axes.bar_label(drawn, [f"{size / 2**30:,.3f} GiB" for size in sizes], padding=3)
-    axes.set(
-        xscale="log", xlim=(1e-4, 1e6), yticks=range(len(bars)), yticklabels=names, xlabel="GiB"
-    )
+def _draw_bytes(axes, bars, colours):
+    "A bar for each size, on a logarithmic axis."
+    sizes = [size / 2**30 for size in bars.values()]
+    drawn = axes.barh(list(bars), sizes, color=colours, height=0.65)
+    axes.bar_label(drawn, [f"{size:,.3f} GiB" for size in sizes], padding=3)
+    axes.set(xscale="log", xlim=(1e-4, 1e6), xlabel="GiB")
     axes.set_xticks([1e-3, 1, 1e3], ["0.001", "1", "1,000"])
     axes.minorticks_off()
     axes.invert_yaxis()
@@ -225,17 +195,24 @@ def chunks_figure(
     figure = Figure(figsize=(11, 3))
     pieces = figure.add_axes((0.01, 0.05, 0.4, 0.82))
     memory = figure.add_axes((0.66, 0.18, 0.33, 0.74))
-    _draw_pieces(pieces, batch, length, mini_batch, logit_chunk_multiplier)
-    made = min(mini_batch, batch)
-    chunks = chunk_rows(batch, length, mini_batch, logit_chunk_multiplier)
+    cut = dict(mini_batch=mini_batch, logit_chunk_multiplier=logit_chunk_multiplier)
+    made, chunks = min(mini_batch, batch), chunk_rows(batch, length, **cut)
+    _draw_pieces(pieces, batch, length, made, chunks)
     pieces.set_title(
         f"{made} piece{'s' * (made > 1)}, {len(chunks):,} chunks of up to "
         f"{max(b - a for a, b in chunks):,} tokens",
         fontsize=10,
     )
-    _draw_bytes(
-        memory, batch, length, vocab, hidden, mini_batch, logit_chunk_multiplier, element_bytes
-    )
+    logits = partial(logit_bytes, batch, length, vocab, element_bytes=element_bytes)
+    states = partial(hidden_state_bytes, batch, length, hidden, element_bytes=element_bytes)
+    bars = {
+        "all logits (equation 1)": logits(),
+        "one sequence's logits (equation 2)": logits(mini_batch=batch),
+        "one chunk's logits (red; equation 3)": logits(**cut),
+        "all hidden states": states(),
+        "one piece's hidden states (black)": states(mini_batch=mini_batch),
+    }
+    _draw_bytes(memory, bars, ["#999999", "#999999", RED, "#999999", BLACK])
     return figure
 
 # %% ../../nbs/widgets/05_masks.ipynb #e4957a3d

@@ -347,7 +347,6 @@ def test_the_input_is_left_alone_and_no_gradient_flows():
         (dict(rewards=torch.zeros(4, 0), num_generations=2), "at least one"),
         (dict(rewards=torch.zeros(2, 2, 2), num_generations=2), r"\(2, 2, 2\).*\(N, K\)"),
         (dict(rewards=1.0, num_generations=2), r"\(N,\)"),
-        (dict(rewards=torch.zeros(4, dtype=torch.complex64), num_generations=2), "complex"),
         (
             dict(rewards=[0.0] * 10, num_generations=4),
             (

@@ -412,10 +412,10 @@ def test_metrics_are_trls(loss_type):
     }
     assert ("vespo/phi_seq_mean" in output.metrics) == (loss_type == "vespo")
     shared = {theirs_: name for theirs_, name in names.items() if theirs_ in theirs}
-    assert len(shared) >= (5 if LOSSES[loss_type][0] is clipped_loss else 2)
+    assert len(shared) >= (5 if LOSSES[loss_type].per_token is clipped_loss else 2)
     for their_name, name in shared.items():
         assert output.metrics[name].item() == pytest.approx(theirs[their_name], abs=1e-7), name
-    if LOSSES[loss_type][0] is clipped_loss:
+    if LOSSES[loss_type].per_token is clipped_loss:
         assert (
             output.metrics["clip_ratio/low_mean"] > 0 and output.metrics["clip_ratio/high_mean"] > 0
         )
