@@ -106,19 +106,9 @@ class AdaptedLayer:
         return self.layer.base_layer
 
     @property
-    def merged(self) -> bool:
-        "Whether any adapter has been added to the weight."
-        return bool(self.layer.merged)
-
-    @property
-    def disabled(self) -> bool:
-        "Whether adapters are switched off."
-        return bool(self.layer.disable_adapters)
-
-    @property
     def merged_but_disabled(self) -> bool:
         "Whether the weight holds adapters that the model should compute without."
-        return self.merged and self.disabled
+        return bool(self.layer.merged and self.layer.disable_adapters)
 
     @property
     def active(self) -> tuple[Adapter, ...]:
@@ -133,7 +123,7 @@ class AdaptedLayer:
     @property
     def in_use(self) -> tuple[Adapter, ...]:
         "The active adapters, unless they are disabled or in the weight already."
-        return () if self.disabled or self.merged else self.active
+        return () if self.layer.disable_adapters or self.layer.merged else self.active
 
 
 def read_lora(
@@ -145,8 +135,12 @@ def read_lora(
 # %% ../../nbs/model/12_adapters.ipynb #ccb36a4e
 def _kind_of_weight(name):
     "A parameter's name without its layer's number and PEFT's wrappers."
-    name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return re.sub(r"\.\d+(?=\.|$)", ".*", _plain(name))
+
+
+def _plain(name):
+    "A name without the parts that PEFT inserts."
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")
 
 
 def _empty_row(kind):
@@ -605,11 +599,6 @@ def keep_adapter(
     return f"the model has this adapter already ({len(mine)} tensors): it goes on with its weights"
 
 # %% ../../nbs/model/12_adapters.ipynb #fc7213d6
-def _plain(name):
-    "A name without the parts that PEFT inserts."
-    return name.removeprefix("base_model.model.").replace(".base_layer", "")
-
-
 def unmatched(model: PeftModel) -> str | None:  # a sentence; None: every name stands for something
     "The names in an adapter's configuration that stand for no weight, and what to write."
     config, base = model.active_peft_config, model.get_base_model()

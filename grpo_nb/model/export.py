@@ -17,6 +17,7 @@ import re
 import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -479,7 +480,7 @@ class RoundingLoss:
     "Rounding loss of one matrix, collected as sums of squares and products over its experts."
 
     name: str  # of the weight
-    sums: dict[str, float] = field(default_factory=dict)
+    sums: Counter = field(default_factory=Counter)
 
     def add(
         self,
@@ -497,15 +498,11 @@ class RoundingLoss:
         wide = torch.promote_types(exact.dtype, torch.float32)
         weight, exact, rounded = (x.to(wide) for x in (weight, exact, rounded))
         error = rounded - exact
-        new = {
-            "weight": dot(weight, weight),
-            "exact": dot(exact, exact),
-            "error": dot(error, error),
-        }
+        self.sums.update(
+            weight=dot(weight, weight), exact=dot(exact, exact), error=dot(error, error)
+        )
         if change is not None:
-            new |= {"change": dot(change, change), "kept": dot(rounded - weight, change)}
-        for key, value in new.items():
-            self.sums[key] = self.sums.get(key, 0.0) + value
+            self.sums.update(change=dot(change, change), kept=dot(rounded - weight, change))
 
     # layer, weight, and the four numbers (without an adapter: the error alone)
     def row(self) -> dict[str, Any]:
@@ -520,7 +517,7 @@ class RoundingLoss:
             "weight": re.sub(r".*layers\.\d+\.", "", self.name),
             "error": ratio(s["error"], s["exact"]),
         }
-        if s.get("change"):
+        if s["change"]:
             row |= {
                 "adapter / weight": ratio(s["change"], s["weight"]),
                 "survives": s["kept"] / s["change"],

@@ -348,15 +348,9 @@ def check_one_adapter(
 
 def check_options(
     config: Any,  # of transformers
-    offload_embedding: bool,
     attention_4bit: bool,
 ) -> None:  # ValueError with what to leave out
     "Refuse options that do not apply to this architecture."
-    if offload_embedding and config.get_text_config().tie_word_embeddings:
-        raise ValueError(
-            "offload_embedding is for models with a head of their own, and the head of this "
-            f"{config.model_type} is tied to its embedding: leave it out"
-        )
     if attention_4bit and not has_sinks(config):
         raise ValueError(
             f"attention_4bit is for gpt-oss, and this is {config.model_type}: "
@@ -778,12 +772,14 @@ def load_model(
     device = choose_device(device)
     dtype = choose_dtype(dtype, device)
     config, folder = read_config(source, revision, token)
-    check_options(config, offload_embedding, attention_4bit)
+    check_options(config, attention_4bit)
     check_one_format(config, load_in_4bit or attention_4bit, load_in_fp8)
     check_length(config, max_seq_length, trained=folder is not None)
     attention = choose_attention(config, attn_implementation)
 
     model = skeleton(config, dtype, attention)
+    if offload_embedding:
+        offload.check_movable(model.get_input_embeddings(), model.get_output_embeddings())
     targets = resolve_targets(model, lora_targets) if lora_r else []
     quantised = load_in_4bit, attention_4bit, load_in_fp8
     layout = Layout(model, config, folder, dtype, device, *quantised, offload_embedding)

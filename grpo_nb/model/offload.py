@@ -420,8 +420,7 @@ def check_movable(
             "of a table (an adapter, a scale, a hook, or it is on the host already): only a "
             "plain torch.nn.Embedding can be moved"
         )
-    weight = getattr(head, "weight", None)
-    if weight is not None and weight.data_ptr() == embedding.weight.data_ptr():
+    if getattr(head, "weight", None) is embedding.weight:
         raise ValueError(
             "the head is tied to the input embedding: it multiplies with the whole table at "
             "every step, which has to stay on the device. Only a model with a head of its "

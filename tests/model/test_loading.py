@@ -118,7 +118,7 @@ def test_tied_gpt_oss(tmp_path):
             )
         ),
     )
-    with pytest.raises(ValueError, match="is tied to its embedding"):
+    with pytest.raises(ValueError, match="is tied to the input embedding"):
         load(folder, offload_embedding=True)
 
 

@@ -60,7 +60,6 @@ def test_the_formula_of_what_is_read_is_peft_s_forward(rslora, bias, state, name
     assert isinstance(layer, AdaptedLayer)
     assert [adapter.name for adapter in layer.active] == active
     assert layer.in_use == (layer.active if state == "in use" else ())
-    assert (layer.merged, layer.disabled) == (state == "merged", state == "disabled")
     torch.testing.assert_close(formula(layer, X), module(X), rtol=1e-10, atol=1e-10)
     for adapter in layer.active:
         delta = module.get_delta_weight(adapter.name)
@@ -81,10 +80,10 @@ def test_a_reading_follows_the_layer():
     layer = read_lora(module)
     assert layer.in_use == (Adapter(module, "default"),)
     model.merge_adapter()
-    assert layer.merged and layer.in_use == ()
+    assert layer.in_use == ()
     model.unmerge_adapter()
     with model.disable_adapter():
-        assert layer.disabled and layer.in_use == ()
+        assert layer.in_use == ()
     assert layer.in_use
 
 
