@@ -105,9 +105,9 @@ class HostStore:
         need = -(-x.nbytes // self.page_bytes)
         if self.max_bytes is not None and (self.used + need) * self.page_bytes > self.max_bytes:
             return None
-        page = dict(size=(self.page_bytes,), dtype=torch.uint8, pin_memory=x.is_cuda)
+        page = dict(dtype=torch.uint8, device="cpu", pin_memory=x.is_cuda)
         try:
-            pages = [torch.empty(**page) for _ in range(need)]
+            pages = [torch.empty(self.page_bytes, **page) for _ in range(need)]
         except RuntimeError:
             return None  # no more memory that can be pinned
         self.used, self.offloaded = self.used + need, self.offloaded + 1
