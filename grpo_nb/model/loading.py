@@ -73,26 +73,17 @@ from grpo_nb.model.stored_weights import (
 )
 
 # %% ../../nbs/model/25_loading.ipynb #8dd603f7
-def _names_of_parameters(model):
-    "{first name: all names} of each parameter; the embedding of a tied head has two."
-    names, first = {}, {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(first.setdefault(id(parameter), name), []).append(name)
-    return names
-
-
-def _set_parameter(model, names, tensor, trainable):
-    "Put a tensor into the model as a parameter, under each of its names."
+def _set_parameter(model, name, tensor, trainable):
+    "Put a tensor into the model as a parameter."
     parameter = tensor
     if not isinstance(tensor, torch.nn.Parameter):
         trainable = trainable and type(tensor) is torch.Tensor
         parameter = torch.nn.Parameter(tensor, requires_grad=trainable)
-    for name in names:
-        path, _, last = name.rpartition(".")
-        module = model.get_submodule(path)
-        if hasattr(tensor, "quant_state"):
-            module = _linear_4bit(model, path, module, tensor)
-        module._parameters[last] = parameter
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    if hasattr(tensor, "quant_state"):
+        module = _linear_4bit(model, path, module, tensor)
+    module._parameters[last] = parameter
 
 
 def _linear_4bit(model, path, linear, weight):
@@ -136,9 +127,9 @@ def fill(
     trainable: bool = False,  # whether dense parameters require gradients
 ) -> None:
     "Put the tensors into a skeleton, and initialise its buffers."
-    names = _names_of_parameters(model)
     for name, tensor in tensors:
-        _set_parameter(model, names[name], tensor, trainable)
+        _set_parameter(model, name, tensor, trainable)
+    model.tie_weights()
     for path, module in model.named_modules():
         if any(b is not None and b.is_meta for b in module._buffers.values()):
             _initialise(model, path, module, device)
