@@ -186,23 +186,20 @@ def _plain_loras(x, linears):
     return dtype, found if usable else []
 
 
-def _fused_linears(x, found):
-    "Results (..., N) of the layers whose tensors `plain_lora` found."
-    results = FusedLoraLinears.apply(
-        x.flatten(0, -2),
-        [layer[4] for layer in found],
-        *(tensor for layer in found for tensor in layer[:4]),
-    )
-    return [y.view(*x.shape[:-1], -1) for y in results]
-
-
 def project(
     x: torch.Tensor,  # (..., K)
     *linears: nn.Module,  # linear layers with adapters, or without
 ) -> list[torch.Tensor]:  # (..., N) of each
     "Linear layers of the same input; fused where each has one plain adapter."
     dtype, found = _plain_loras(x, linears)
-    return _fused_linears(x.to(dtype), found) if found else [linear(x) for linear in linears]
+    if not found:
+        return [linear(x) for linear in linears]
+    results = FusedLoraLinears.apply(
+        x.to(dtype).flatten(0, -2),
+        [layer[4] for layer in found],
+        *(tensor for layer in found for tensor in layer[:4]),
+    )
+    return [y.view(*x.shape[:-1], -1) for y in results]
 
 # %% ../../nbs/model/13_fused_layers.ipynb #62b6dee1
 def _heads_output(x, begin, end, layer, found, factors, attend):
