@@ -15,9 +15,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from torch.nn.attention.flex_attention import and_masks
 
 from ..algorithm.logprobs import chunk_rows, hidden_state_bytes, logit_bytes
-from ..model.masks import all_of, attention_mask, causal, sliding_window
+from ..model.masks import attention_mask, causal, sliding_window
 from .figures import component
 
 # %% ../../nbs/widgets/05_masks.ipynb #b4242426
@@ -27,8 +28,9 @@ def naive_mask(
     window: int | None = None,  # keys that a query sees, itself included
 ) -> torch.Tensor:  # (q_len, kv_len) bool, the same for all sequences
     "(q_len, kv_len) bool, causal by index: neither the offset nor the padding is thought of."
-    rules = causal if window is None else all_of(causal, sliding_window(window))
-    return rules(None, None, torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :])
+    rules = causal if window is None else and_masks(causal, sliding_window(window))
+    b = torch.tensor(0)
+    return rules(b, None, torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :])
 
 # %% ../../nbs/widgets/05_masks.ipynb #197784a7
 READ, MISTAKE, MISSED = "#0072B2", "#D55E00", "#E69F00"  # told apart by colour-blind eyes too

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 from transformers import DynamicCache
 from transformers.masking_utils import (
     causal_mask_function,
@@ -18,7 +18,6 @@ from transformers.masking_utils import (
 
 from grpo_nb.model.masks import (
     Mask,
-    all_of,
     at_offset,
     attention_mask,
     block_mask,
@@ -120,13 +119,13 @@ def test_decode_rows_are_the_last_rows_of_prefill():
 
 def test_predicates_compose_and_broadcast():
     q, kv, b = torch.arange(6)[:, None], torch.arange(9), torch.tensor(1)
-    rule = all_of(
-        at_offset(all_of(causal, sliding_window(4)), 3), left_padding(torch.tensor([0, 5]))
+    rule = and_masks(
+        at_offset(and_masks(causal, sliding_window(4)), 3), left_padding(torch.tensor([0, 5]))
     )
     assert torch.equal(
         rule(b, None, q, kv), attention_mask(torch.tensor([5]), 6, 9, offset=3, window=4)[0]
     )
-    assert rule(b, None, torch.tensor(2), torch.tensor(5)).item() is True and all_of(causal)(
+    assert rule(b, None, torch.tensor(2), torch.tensor(5)).item() is True and and_masks(causal)(
         b, None, q, kv
     ).shape == (6, 9)
 
