@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'CHUNK', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product',
-           'moe', 'BlockSums', 'Looks', 'no_sums', 'look', 'block_of', 'draw', 'pick', 'stream_numbers',
-           'append_tokens']
+           'moe', 'BlockSums', 'Looks', 'no_sums', 'look', 'block_of', 'draw', 'pick']
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #1af77ed5
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ import triton.language as tl
 
 from ..kernels.training_kernels import code_value, scale_value
 from ..model.packed import PackedWeight
-from . import decode_ops, sampling
-from .decode_ops import DecodeState, LayerWeights, Projection
+from . import decode_ops
+from .decode_ops import LayerWeights, Projection
 from .kv_cache import LayerCache
 
 try:
@@ -997,71 +996,3 @@ def pick(
         num_warps=8,
     )
     return tokens, logps
-
-# %% ../../nbs/rollout/11_decode_kernels.ipynb #f798928f
-_GOLDEN, _MIX_A, _MIX_B = (
-    tl.constexpr(n) for n in (sampling.GOLDEN, *(factor for _, factor in sampling.MIX))
-)
-
-
-@triton.jit
-def _stream_kernel(rows, keys, counts, uniform):
-    "The next number of one row's stream."
-    b = tl.program_id(0)
-    row = tl.load(rows + b).to(tl.int64)
-    x = tl.load(keys + row) + (tl.load(counts + row).to(tl.int64) + 1) * _GOLDEN
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_A  # >> fills up with the sign
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_B
-    x = x ^ ((x >> 31) & ((1 << 33) - 1))
-    bits = (x >> 11) & ((1 << 53) - 1)
-    tl.store(uniform + b, bits.to(tl.float64) * 1.1102230246251565e-16)  # 2 ** -53
-
-
-def stream_numbers(
-    rows: torch.Tensor,  # (B,) which completion each row is
-    state: DecodeState,  # with `keys`
-) -> torch.Tensor:  # (B,) float64 in [0, 1)
-    "`decode_ops.stream_numbers` by a kernel."
-    uniform = torch.empty(len(rows), dtype=torch.float64, device=rows.device)
-    _stream_kernel[(len(rows),)](rows, state.keys, state.counts, uniform, num_warps=1)
-    return uniform
-
-# %% ../../nbs/rollout/11_decode_kernels.ipynb #555bf6ac
-@triton.jit
-def _append_kernel(
-    rows, tokens, logps, stop, S, ids, kept, last, lengths, counts, alive, T, SP: tl.constexpr
-):
-    "Append a token to one row that goes on."
-    b = tl.program_id(0)
-    row = tl.load(rows + b).to(tl.int64)
-    if tl.load(alive + row):
-        token = tl.load(tokens + b)
-        count = tl.load(counts + row)
-        tl.store(ids + row * T + count, token)
-        tl.store(kept + row * T + count, tl.load(logps + b))
-        tl.store(last + row, token)
-        tl.store(counts + row, count + 1)
-        tl.store(lengths + row, tl.load(lengths + row) + 1)
-        s = tl.arange(0, SP)
-        ended = tl.sum(
-            tl.where((tl.load(stop + s, mask=s < S, other=-1) == token) & (s < S), 1, 0), 0
-        )
-        if (ended > 0) | (count + 1 >= T):
-            tl.store(alive + row, False)
-
-
-def append_tokens(
-    rows: torch.Tensor,  # (B,) which completion each row is
-    tokens: torch.Tensor,  # (B,) drawn
-    logps: torch.Tensor,  # (B,) their log-probs
-    stop: torch.Tensor,  # (S,) tokens that end a completion
-    state: DecodeState,  # written to
-) -> None:
-    "`decode_ops.append_tokens` by a kernel."
-    p, options = state, dict(SP=triton.next_power_of_2(max(1, len(stop))), num_warps=1)
-    held = p.ids, p.logps, p.last, p.lengths, p.counts, p.alive, p.ids.shape[1]
-    _append_kernel[(len(rows),)](rows, tokens, logps, stop, len(stop), *held, **options)
-    if p.seen is not None:
-        p.seen[rows, tokens] = torch.ones_like(
-            tokens, dtype=torch.bool
-        )  # a plain True would be copied from the host

@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['ACTIVATIONS', 'norm', 'Projection', 'project', 'rotate', 'find_slots', 'read_cache', 'attend', 'LayerWeights', 'moe',
-           'DecodeState', 'stream_numbers', 'append_tokens', 'Norm', 'family_norm', 'DenseLayer', 'add_norm',
-           'norm_heads', 'gated_mlp']
+           'DecodeState', 'append_tokens', 'Norm', 'family_norm', 'DenseLayer', 'add_norm', 'norm_heads', 'gated_mlp']
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #ba166d54
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from torch.nn import functional as F
 from ..model.experts import ExpertWeights
 from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
-from . import sampling
 from .kv_cache import LayerCache
 from .sampling import SurvivorRecord, Survivors
 
@@ -179,7 +177,7 @@ def moe(
     x = x + routed_experts(normed, chosen, values.softmax(-1), layer.experts, **how)
     return x, norm(x, next_norm, eps, dtype)
 
-# %% ../../nbs/rollout/06_decode_ops.ipynb #9ee0f87b
+# %% ../../nbs/rollout/06_decode_ops.ipynb #2b222cad
 @dataclass
 class DecodeState:
     "N completions while they are drawn, and a spare row that fills up batches."
@@ -224,15 +222,7 @@ class DecodeState:
         ids, logps = zeros(torch.long, max_tokens), zeros(torch.float32, max_tokens)
         return cls(ids, logps, zeros(torch.long), before, zeros(torch.int32), alive)
 
-
-def stream_numbers(
-    rows: torch.Tensor | slice,  # (B,) which completion each row is
-    state: DecodeState,  # with `keys`
-) -> torch.Tensor:  # (B,) float64 in [0, 1)
-    "The random number for each row's next token."
-    return sampling.stream_numbers(state.keys[rows], state.counts[rows])
-
-# %% ../../nbs/rollout/06_decode_ops.ipynb #af9b0181
+# %% ../../nbs/rollout/06_decode_ops.ipynb #bc099e65
 def append_tokens(
     rows: torch.Tensor | slice,  # (B,) which completion each row is
     tokens: torch.Tensor,  # (B,) drawn
@@ -241,16 +231,17 @@ def append_tokens(
     state: DecodeState,  # written to
 ) -> None:
     "Append a token to each completion that goes on, and end those that stop or are full."
-    going, numbers = state.alive[rows], torch.arange(len(state.alive), device=tokens.device)
-    if not going.all():
-        rows, tokens, logps = numbers[rows][going], tokens[going], logps[going]
-    each, at = numbers[rows], state.counts[rows].long()
-    state.ids[each, at], state.logps[each, at], state.last[rows] = tokens, logps, tokens
-    state.counts[rows] += 1
-    state.lengths[rows] += 1
-    state.alive[rows] = (tokens[:, None] != stop).all(-1) & (at + 1 < state.ids.shape[1])
+    numbers = torch.arange(len(state.alive), device=tokens.device)[rows]
+    going, count, most = state.alive[rows], state.counts[rows].long(), state.ids.shape[1]
+    at = numbers, count.clamp(max=most - 1)
+    for held, drawn in ((state.ids, tokens), (state.logps, logps)):
+        held[at] = torch.where(going, drawn, held[at])
+    state.last[rows] = torch.where(going, tokens, state.last[rows])
+    state.counts[rows] += going
+    state.lengths[rows] += going
+    state.alive[rows] = going & (tokens[:, None] != stop).all(-1) & (count + 1 < most)
     if state.seen is not None:
-        state.seen[each, tokens] = True
+        state.seen[numbers, tokens] |= going
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #93a22666
 @dataclass(frozen=True)

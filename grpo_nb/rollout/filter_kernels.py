@@ -17,16 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
-from . import decode_kernels, decode_ops
+from . import decode_kernels
 from .decode_kernels import CHUNK, BlockSums, Looks, look, no_sums, pick
-from .decode_ops import DecodeState
 from grpo_nb.rollout.sampling import (
     SamplingParams,
     Survivors,
     room_for_survivors,
     sample_recorded,
     sample_tokens,
-    stream_keys,
 )
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #57d14555
@@ -450,35 +448,23 @@ def draw(
     return tokens, logps, kept_ids(logits, least, looks.sums, kept, counts, room)
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #92ab6c15
-def _trial_draw(ops, draw, filtered, logits, params, stop):
-    "Two tokens of each row, the first drawn from all, the second from what filters leave."
-    device, rows = logits.device, len(logits)
-    state, at = DecodeState.start([0] * rows, 3, device), torch.arange(rows, device=device)
-    state.keys = stream_keys(rows + 1, 0, device)
-    tokens, logps = draw(logits, ops.stream_numbers(at, state))
-    ops.append_tokens(at, tokens, logps, stop, state)
-    *drawn, left = filtered(logits, params, ops.stream_numbers(at, state))
-    ops.append_tokens(at, *drawn, stop, state)
-    return (state.ids, state.alive, left.ids.sort(-1).values), (state.logps, left.log_mass)
-
-
 def _draws_agree(device, dtype, rows=4, vocabulary=5000):
-    "Whether tokens are drawn as by the formulas, to the last bit where they are whole numbers."
-    generator = torch.Generator(device).manual_seed(0)
-    logits = 3 * torch.randn(rows, vocabulary, generator=generator, device=device).to(dtype)
-    whole = SamplingParams()
+    "Whether tokens are drawn as by the formulas, from all and from what filters leave."
+    made = dict(generator=torch.Generator(device).manual_seed(0), device=device)
+    logits = 3 * torch.randn(rows, vocabulary, **made).to(dtype)
+    uniform = torch.rand(rows, dtype=torch.float64, **made)
     params = SamplingParams(top_k=50, top_p=0.95, min_p=0.01, temperature=0.7)
-    stop = logits.argmax(-1)  # some rows end
-    plain = (
-        lambda z, u: sample_tokens(z, whole, uniform=u),
-        lambda z, params, u: sample_recorded(z, params, uniform=u),
-    )
-    mine, formula = (
-        _trial_draw(*by, logits, params, stop)
-        for by in ((decode_kernels, decode_kernels.draw, draw), (decode_ops, *plain))
-    )
-    same = all(torch.equal(*both) for both in zip(mine[0], formula[0]))
-    return same and all(torch.allclose(*both, atol=1e-3) for both in zip(mine[1], formula[1]))
+    mine = decode_kernels.draw(logits, uniform), draw(logits, params, uniform)
+    whole = sample_tokens(logits, SamplingParams(), uniform=uniform)
+    formula = whole, sample_recorded(logits, params, uniform=uniform)
+    (few, mass), (few_there, mass_there) = mine[1][2], formula[1][2]
+    pairs = [(few.sort(-1).values, few_there.sort(-1).values)]  # whole numbers, to the last bit
+    near = [(mass, mass_there)]
+    for (tokens, logps, *_), (tokens_there, logps_there, *_) in zip(mine, formula):
+        pairs.append((tokens, tokens_there))
+        near.append((logps, logps_there))
+    same = all(torch.equal(*both) for both in pairs)
+    return same and all(torch.allclose(*both, atol=1e-3) for both in near)
 
 
 @cache

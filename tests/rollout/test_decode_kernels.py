@@ -42,20 +42,28 @@ def test_as_many_parts_as_keep_a_card_busy():
 
 
 @pytest.mark.parametrize("stop", [(), (1,), (1, 4)])
-def test_appended_as_by_the_formula(stop):
-    states = [DecodeState.start([5, 3, 4], max_tokens=2, device=DEVICE) for _ in range(2)]
-    for state in states:
-        state.seen = torch.zeros(4, 10, dtype=torch.bool, device=DEVICE)
-    stop = torch.tensor(stop, dtype=torch.long, device=DEVICE)
+def test_tokens_are_appended_to_what_goes_on(stop):
+    "Row by row, as a list would be; a full batch's spare rows stay as they are."
+    state = DecodeState.start([5, 3, 4], max_tokens=2, device=DEVICE)
+    state.seen = torch.zeros(4, 10, dtype=torch.bool, device=DEVICE)
+    rows, ends = [[], [], []], torch.tensor(stop, dtype=torch.long, device=DEVICE)
+    going = [True] * 3
     for drawn in ([7, 8, 1], [1, 9, 4], [4, 4, 4]):
-        tokens, logps = (
-            torch.tensor(drawn, device=DEVICE),
-            -torch.tensor(drawn, device=DEVICE).float(),
-        )
-        for ops, state in zip((decode_kernels, decode_ops), states):
-            ops.append_tokens(torch.arange(3, device=DEVICE), tokens, logps, stop, state)
-    for name in ("ids", "logps", "last", "lengths", "counts", "alive"):
-        assert torch.equal(getattr(states[0], name), getattr(states[1], name)), name
+        for i, token in enumerate(drawn):
+            if going[i]:
+                rows[i].append(token)
+                going[i] = token not in stop and len(rows[i]) < 2
+        tokens = torch.tensor([*drawn, 5, 6], device=DEVICE)
+        numbers = torch.tensor([0, 1, 2, 3, 3], device=DEVICE)
+        decode_ops.append_tokens(numbers, tokens, -tokens.float(), ends, state)
+    assert state.alive.tolist() == [*going, False] and not state.seen[3].any()
+    assert state.counts.tolist() == [*map(len, rows), 0]
+    assert state.lengths.tolist() == [4 + len(rows[0]), 2 + len(rows[1]), 3 + len(rows[2]), 0]
+    assert state.last.tolist() == [*(row[-1] for row in rows), 0]
+    for i, row in enumerate(rows):
+        assert state.ids[i, : len(row)].tolist() == row
+        assert (-state.logps[i, : len(row)]).tolist() == row
+        assert state.seen[i].nonzero()[:, 0].tolist() == sorted({*row})
 
 
 @pytest.mark.parametrize("B, E, top", [(1, 4, 2), (16, 2, 2), (16, 4, 1), (9, 8, 4), (40, 2, 1)])

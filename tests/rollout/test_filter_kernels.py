@@ -9,12 +9,11 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
-from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels  # noqa: E402
+from grpo_nb.rollout import decode_kernels, filter_kernels  # noqa: E402
 from grpo_nb.rollout.sampling import (  # noqa: E402
     SamplingParams,
     processed_log_probs,
     sample_recorded,
-    stream_keys,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,14 +191,6 @@ def test_no_threshold_lies_below_its_bound(share, dtype, monkeypatch):
     assert max(listed) == 5 and (min(listed) == 1 or share > 0.9)
 
 
-def test_random_numbers_of_a_stream_are_those_of_the_formula():
-    state = decode_ops.DecodeState.start([5, 3, 4], max_tokens=2, device=DEVICE)
-    state.keys, rows = stream_keys(4, -9, DEVICE), torch.tensor([2, 0, 1], device=DEVICE)
-    state.counts.copy_(torch.tensor([3, 0, 4095, 1]))
-    numbers = decode_kernels.stream_numbers(rows, state)
-    assert torch.equal(numbers, decode_ops.stream_numbers(rows, state))
-
-
 @pytest.mark.long
 def test_the_trial_of_drawing_finds_what_is_drawn_wrongly(monkeypatch):
     device = torch.device(DEVICE)
@@ -208,7 +199,7 @@ def test_the_trial_of_drawing_finds_what_is_drawn_wrongly(monkeypatch):
     real = filter_kernels.least_kept
     for module, name, wrong in (
         (filter_kernels, "least_kept", lambda *a: real(*a) + 0.1),  # a few ids less
-        (decode_kernels, "stream_numbers", lambda rows, state: torch.full_like(rows, 0.5).double()),
+        (decode_kernels, "draw", lambda logits, uniform: (logits.argmax(-1), logits.amax(-1))),
     ):
         filter_kernels.works.cache_clear()
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match="drawn otherwise"):
