@@ -368,44 +368,26 @@ def kept_sums(
     _kept_kernel[(B, blocks)](*given, BV=size, BC=min(size, CHUNK), num_warps=4)
     return sums, counts
 
-
-@triton.jit
-def _log_mass(sums, at, inside):
-    "The log of a row's sum of exp(logit), from its blocks'."
-    m = tl.load(sums.largest + at, mask=inside, other=-float("inf"))
-    top = tl.max(m, 0)
-    return top + tl.log(
-        tl.sum(tl.load(sums.total + at, mask=inside, other=0.0) * tl.exp(m - top), 0)
-    )
-
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #dd8374e6
 @triton.jit
 def _ids_kernel(
     logits,
     least,
-    sums,  # of all logits
-    kept_sums,
     counts,  # of those that are kept
     ids,
-    log_mass,
     V,
     BLOCKS,
     ROOM,
     BP: tl.constexpr,
     BV: tl.constexpr,
 ):
-    "The ids of a block that are kept, behind those of the blocks before; the row's lost mass."
+    "The ids of a block that are kept, behind those of the blocks before."
     b, c = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.arange(0, BP)
-    at, inside = b * BLOCKS + n, n < BLOCKS
-    count = tl.load(counts + at, mask=inside, other=0)
+    count = tl.load(counts + b * BLOCKS + n, mask=n < BLOCKS, other=0)
     before = tl.sum(tl.where(n < c, count, 0), 0)
     here = tl.sum(tl.where(n == c, count, 0), 0)
-    fits = tl.sum(count, 0) <= ROOM
-    if c == 0:
-        lost = _log_mass(kept_sums, at, inside) - _log_mass(sums, at, inside)
-        tl.store(log_mass + b, tl.where(fits, 0.0, lost))
-    if fits & (here > 0):
+    if (tl.sum(count, 0) <= ROOM) & (here > 0):
         i = c * BV + tl.arange(0, BV)
         z = tl.load(logits + b * V + i, mask=i < V, other=-float("inf")).to(tl.float32)
         kept = (z >= tl.load(least + b)) & (z > -float("inf"))
@@ -423,14 +405,13 @@ def kept_ids(
 ) -> Survivors:  # ids (B, K), ascending; all -1 in a row that keeps more than K
     """Which tokens are kept, or how probable they are together: `kept` and `counts` are those of
     `kept_sums`, `sums` those of all logits."""
-    (B, V), device = logits.shape, logits.device
-    size, blocks = decode_kernels.block_of(V), sums.largest.shape[1]
-    ids = torch.full((B, room), -1, dtype=torch.int32, device=device)
-    log_mass = torch.empty(B, dtype=torch.float32, device=device)
-    given = logits, least, sums, kept, counts, ids, log_mass, V, blocks, room
-    options = dict(BP=triton.next_power_of_2(blocks), BV=size, num_warps=4)
+    (B, V), blocks = logits.shape, counts.shape[1]
+    ids = torch.full((B, room), -1, dtype=torch.int32, device=logits.device)
+    given = logits, least, counts, ids, V, blocks, room
+    options = dict(BP=triton.next_power_of_2(blocks), BV=decode_kernels.block_of(V), num_warps=4)
     _ids_kernel[(B, blocks)](*given, **options)
-    return Survivors(ids, log_mass)
+    among, whole = ((s.largest + s.total.log()).logsumexp(-1) for s in (kept, sums))  # (B,) each
+    return Survivors(ids, (among - whole).masked_fill(counts.sum(-1) <= room, 0.0))
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #cb1ebc4e
 def draw(
