@@ -52,6 +52,11 @@ def short(shape):
     return found | ({"windows": rounds(shape.windows)} if shape.windows else {})
 
 
+def held(card):
+    "What fits on a card is no question of its rates."
+    return {name: getattr(card, name) for name in ("name", "usable", "capability")}
+
+
 def family(one):
     names = "name head_norms gemma qkv_bias full_every".split()
     return {name: getattr(one, name) for name in names} | {"joined": len(one.qkv) == 1}
@@ -75,7 +80,7 @@ def made():
     }
     parts = {
         "CONSTANTS": constants,
-        "CARDS": {name: asdict(card) for name, card in memory_fit.CARDS.items()},
+        "CARDS": {name: held(card) for name, card in memory_fit.CARDS.items()},
         "MODELS": {name: short(shape) for name, shape in memory_bytes.MODELS.items()},
         "FAMILIES": [family(one) for one in FAMILIES.values()],
         "REFUSED": refused,

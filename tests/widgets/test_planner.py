@@ -116,6 +116,10 @@ def of_planner(case):
     return setup_of(**case)
 
 
+def on_the_page(card):
+    return {name: getattr(card, name) for name in ("name", "usable", "capability")}
+
+
 def told(made):
     names = "room moments host rows slice_tokens peak worst fits".split()
     found = {name: getattr(made, name) for name in names}
@@ -161,7 +165,7 @@ def test_the_nearest_that_fits_is_the_planners(cases):
         assert (said is None) == (ours is None), case
         if ours is None:
             continue
-        changes = {n: asdict(v) if isinstance(v, Card) else v for n, v in ours[1].items()}
+        changes = {n: on_the_page(v) if isinstance(v, Card) else v for n, v in ours[1].items()}
         assert said["changes"] == json.loads(json.dumps(changes)), case
         advice = [[a.changes, a.cost, a.saves] for a in advise(made)]
         assert said["advice"] == json.loads(json.dumps(advice)), case
