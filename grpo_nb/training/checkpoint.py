@@ -7,8 +7,8 @@ __all__ = ['MANIFEST', 'STATE', 'THEIR_STATE', 'ONLY_MODEL', 'GO_ON', 'IN_OPTIMI
            'write_manifest', 'manifest_fault', 'file_fault', 'told', 'checkpoints', 'newest_whole_checkpoint',
            'find_checkpoint', 'remove_old_checkpoints', 'set_aside', 'deterministic', 'check_adapter', 'check_weights',
            'read_adapters', 'read_own_weights', 'read_weights', 'load_weights', 'place_of', 'check_same_run',
-           'shared_out', 'on_cpu', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites', 'CheckpointReads',
-           'CheckpointRestores', 'Checkpointer']
+           'shared_out', 'SavedRun', 'CheckpointFolder', 'CheckpointWrites', 'CheckpointReads', 'CheckpointRestores',
+           'Checkpointer']
 
 # %% ../../nbs/training/13_checkpoint.ipynb #2c31487d
 import copy
@@ -28,8 +28,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
-from torch.utils._pytree import tree_map
+from accelerate.utils import gather_object, send_to_device, set_seed
 
 from ..model.export import new_folder
 from ..model.loading import no_file_bars
@@ -448,11 +447,6 @@ def shared_out(
         for number, entry in enumerate(kept)
     ]
 
-
-def on_cpu(value: Any) -> Any:
-    "Copy every tensor in nested dicts, lists and tuples to the CPU."
-    return tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, value)
-
 # %% ../../nbs/training/13_checkpoint.ipynb #b8e92a6e
 @dataclass
 class SavedRun:
@@ -489,7 +483,7 @@ class CheckpointFolder:
         "What this process adds to a checkpoint of the last update."
         # a checkpoint is no longer due: this is it
         due = {**self.boundary["callbacks"], "should_save": False}
-        return on_cpu({**self.boundary, "callbacks": due})
+        return send_to_device({**self.boundary, "callbacks": due}, "cpu")
 
     def shared_state(self) -> dict[str, Any]:
         "What is the same in all processes; with shards, a collective call."
@@ -531,9 +525,7 @@ class CheckpointWrites(CheckpointFolder):
         "Write `checkpoint-STEP` in output_dir: all that is needed to go on from the last update."
         if self.state.best_global_step == self.step:
             self.state.best_is_in(self.folder)  # in every process: each one loads it at the end
-        processes = parts or [self.part()]
-        if not parts and self.accelerator.num_processes > 1:
-            processes = gather_object(processes)
+        processes = parts or gather_object([self.part()])
         with self.weights.joined(processes), self.weights.shown(self.model):
             shared = self.shared_state()
             return self.write(processes, shared) if self.accelerator.is_main_process else None

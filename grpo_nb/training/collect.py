@@ -306,7 +306,7 @@ class CompletionSource(SourceDraws):
             completions,
             self.state.global_step,
             reward_timeout_s=self.config.reward_timeout_s,
-            around=self.surroundings.apart(f"reward function {', '.join(map(repr, names))}", *key),
+            around=self.surroundings.kept(f"reward function {', '.join(map(repr, names))}", *key),
             completion_ids=[ids[:n] for ids, n in zip(rollout.completion_ids.tolist(), lengths)],
             trainer_state=self.state,
             log_metric=log_metric,

@@ -16,7 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TextIO
 
@@ -156,33 +156,25 @@ class Surroundings:
     def kept(
         self,
         whose: str | None,  # the program, as the warning names it; None: there is none
+        *key: Any,  # with one the block has random numbers of its own: see `own_numbers`
     ) -> Iterator[None]:
         "Put back what the block changes, and name it in a warning, once."
         if whose is None:
             yield
             return
-        before = self.now()
-        try:
-            yield
-        finally:
-            after = self.now()
-            moved = [name for name, value in before.items() if after.get(name) != value]
-            for name in moved:
-                self.put_back(name, before[name])
-            said = f"{whose} changed {', '.join(moved)}: the run has put it back"
-            if moved and said not in self.told:
-                self.told.add(said)
-                warnings.warn(f"{said}, after every call", stacklevel=2)
-
-    @contextmanager
-    def apart(
-        self,
-        whose: str,  # as for `kept`
-        *key: Any,  # as for `own_numbers`
-    ) -> Iterator[None]:
-        "Both: `kept`, with random numbers of its own."
-        with own_numbers(*key), self.kept(whose):
-            yield
+        with own_numbers(*key) if key else nullcontext():
+            before = self.now()
+            try:
+                yield
+            finally:
+                after = self.now()
+                moved = [name for name, value in before.items() if after.get(name) != value]
+                for name in moved:
+                    self.put_back(name, before[name])
+                said = f"{whose} changed {', '.join(moved)}: the run has put it back"
+                if moved and said not in self.told:
+                    self.told.add(said)
+                    warnings.warn(f"{said}, after every call", stacklevel=2)
 
     def put_back(self, name: str, value: Any) -> None:
         "Set one setting."

@@ -329,8 +329,6 @@ class Weighed(Seeing):
 
     def from_first(self, value: Any) -> Any:
         "What the first process has, in all of them."
-        if self.accelerator.num_processes == 1:
-            return value
         return broadcast_object_list([value], from_process=0)[0]
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #a9ded395
