@@ -276,7 +276,7 @@ def with_kernels(model, monkeypatch, compile_together):
     monkeypatch.setattr(RecordedSteps, "_record", record)
     monkeypatch.setattr(RowsInTurn, "look", look)
     monkeypatch.setattr(continuous_batching, "compile_together", compile_together)
-    continuous_batching.compiled_sizes.cache_clear()
+    continuous_batching.COMPILED.clear()
     kind = Decoder if model.config.model_type == "gpt_oss" else DenseDecoder
     decoder, params = paged(model, kind), SamplingParams(max_tokens=2, top_k=5, top_p=0.9)
     decoder.ops = decode_kernels

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from recorded_calls import RecordedCalls
 
 from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import decode_kernels, decode_ops, read_layers
@@ -56,6 +57,7 @@ def test_tokens_are_appended_to_what_goes_on(stop):
         tokens = torch.tensor([*drawn, 5, 6], device=DEVICE)
         numbers = torch.tensor([0, 1, 2, 3, 3], device=DEVICE)
         decode_ops.append_tokens(numbers, tokens, -tokens.float(), ends, state)
+    RecordedCalls(lambda: decode_ops.append_tokens(numbers, tokens, -tokens.float(), ends, state))
     assert state.alive.tolist() == [*going, False] and not state.seen[3].any()
     assert state.counts.tolist() == [*map(len, rows), 0]
     assert state.lengths.tolist() == [4 + len(rows[0]), 2 + len(rows[1]), 3 + len(rows[2]), 0]
