@@ -175,13 +175,14 @@ def test_stored_shares_are_those_of_the_stored_programs(path):
 
     from grpo_nb.environments.verifiers import last_program
 
-    before = json.loads(path.read_text())["before"]
-    for task, programs in before["programs"].items():
-        assert before["shares"][task] == shares(programs)
-        for one in programs:
-            program = last_program(one["text"])
-            assert one["tried"] == tried(program.code, task), one["why"]
-            assert (one["stage"] == "truncated") == program.truncated
+    record = json.loads(path.read_text())
+    for part in [record[moment] for moment in ("before", "after") if moment in record]:
+        for task, programs in part["programs"].items():
+            assert part["shares"][task] == shares(programs)
+            for one in programs:
+                program = last_program(one["text"])
+                assert one["tried"] == tried(program.code, task), one["why"]
+                assert (one["stage"] == "truncated") == program.truncated
 
 
 def test_the_page_says_what_is_stored():
