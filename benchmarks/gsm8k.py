@@ -580,15 +580,42 @@ WAYS_ASKED = {
 KS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def show_samples(name, found):
-    "pass@k and maj@k of stored answers, with 95 % by a bootstrap over problems."
-    each, ways = found["each"], {"pass": lambda k: [pass_at(k, c, each) for c in found["counts"]]}
+def chances(found):
+    "way -> k -> the chance of each problem, of stored answers."
+    ways = {"pass": {k: [pass_at(k, c, found["each"]) for c in found["counts"]] for k in KS}}
     if "votes" in found:
-        ways["maj"] = lambda k: [majority_at(k, *one) for one in found["votes"]]
-    for way, values in ways.items():
-        means = {k: [100 * x for x in bootstrap(values(k))] for k in KS}
-        told = (f"{k}: {m:.1f} % ({low:.1f} to {high:.1f})" for k, (m, low, high) in means.items())
-        print(f"{name:8} {way}@k of {len(found['counts'])} problems: {', '.join(told)}")
+        ways["maj"] = {k: [majority_at(k, *one) for one in found["votes"]] for k in KS}
+    return ways
+
+
+def spread(values, times=100.0):
+    "A mean, and its 95 % by a bootstrap over problems."
+    mean, low, high = (times * one for one in bootstrap(values))
+    return f"{mean:.1f} ({low:.1f} to {high:.1f})"
+
+
+def show_samples(name, found, before=None):
+    """pass@k and maj@k of stored answers; beside those before training the differences, problem by
+    problem, and what 32 answers solve newly and no longer, beside 32 others of before."""
+    ways = chances(found)
+    for way, by_k in ways.items():
+        told = ", ".join(f"{k}: {spread(values)} %" for k, values in by_k.items())
+        print(f"{name:8} {way}@k of {len(found['counts'])} problems: {told}")
+    if before is None:
+        return
+    old = chances(before)
+    for way in ways:
+        gains = {k: [a - b for a, b in zip(ways[way][k], old[way][k])] for k in KS}
+        told = ", ".join(f"{k}: {spread(values)}" for k, values in gains.items())
+        print(f"{name:8} {way}@k, points more than before: {told}")
+    now, then, twice = ways["pass"][32], old["pass"][32], old["pass"][64]
+    moves = {
+        "solved, and not before": [a * (1 - b) for a, b in zip(now, then)],
+        "not solved, and before": [(1 - a) * b for a, b in zip(now, then)],
+        "either, by 32 more of before": [b - a for a, b in zip(then, twice)],
+    }
+    told = ", ".join(f"{kind}: {spread(one, len(one))}" for kind, one in moves.items())
+    print(f"{name:8} problems in 32 answers, {told}")
 
 
 def show_new(counts, runs):
@@ -610,8 +637,10 @@ def show(arguments):
     "The stored prompts and runs as a table."
     stored = {p.stem: json.loads(p.read_text()) for p in sorted(arguments.out.glob("*.json"))}
     drawn = {name: stored.pop(name)["samples"] for name in [*stored] if "samples" in stored[name]}
+    untrained = drawn.get("before_votes_samples")
     for name, found in drawn.items():
-        show_samples(name.removesuffix("_samples"), found)
+        trained = "votes" in found and found is not untrained
+        show_samples(name.removesuffix("_samples"), found, untrained if trained else None)
     if "before_votes_samples" in drawn:
         show_new(drawn["before_votes_samples"]["counts"], stored)
     prompts = {n: r for n, r in stored["prompts"].items() if "marks" in r and r["most"] == 400}
@@ -619,9 +648,9 @@ def show(arguments):
     print(stored["prompts"]["arguments"]["model"])
     for name, r in prompts.items():
         print(f"{name:22} {r['right']:6.1%} at 400 tokens" + " (the best)" * (name == best))
-    asked, untrained = stored.pop("prompts"), stored.pop("before")
+    asked, given = stored.pop("prompts"), stored.pop("before")
     told = {"after": asked[best], "after_1024": asked[f"{best}, 1024"]}  # the others: one prompt
-    told |= {way: untrained[way] for way in WAYS_ASKED if way not in told}
+    told |= {way: given[way] for way in WAYS_ASKED if way not in told}
     for kind in dict.fromkeys(n.rpartition("_")[0] for n in stored):
         runs = [r for n, r in stored.items() if n.rpartition("_")[0] == kind]
         seconds = ", ".join(f"{r['seconds']:.0f} s" for r in runs)

@@ -212,3 +212,20 @@ def test_runs_wait_for_cards_and_for_one_another(tmp_path):
     for name in ("never", "wide", "late"):
         assert f"{name}: left out" in said
     assert "there:" not in said
+
+
+def test_samples_of_after_stand_beside_those_of_before(capsys):
+    "Differences and moves, on three problems: never, once and always right."
+    from gsm8k import show_samples
+
+    before = dict(each=64, counts=[0, 1, 64], votes=[[0, [64], 0], [1, [63], 0], [64, [], 0]])
+    all_right = dict(each=64, counts=[64] * 3, votes=[[64, [], 0]] * 3)
+    show_samples("same", before, before)
+    show_samples("all", all_right, before)
+    said = capsys.readouterr().out
+    assert "same     pass@k, points more than before: 1: 0.0 (0.0 to 0.0), 2: 0.0" in said
+    # a problem with one right answer of 64: in 32 with a chance of a half
+    assert "same     problems in 32 answers, solved, and not before: 0.2" in said
+    assert said.count("either, by 32 more of before: 0.5") == 2
+    assert "all      problems in 32 answers, solved, and not before: 1.5" in said
+    assert "all      maj@k, points more than before: 1: 66.1" in said  # 1 - (1 + 1/64) / 3

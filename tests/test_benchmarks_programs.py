@@ -214,5 +214,16 @@ def test_the_page_says_what_is_stored():
         paid["imports" in one["tried"]].append(one["stage_no_walls"] == "right")
     assert [sum(paid[True]), len(paid[True])] == [7, 8]  # "seven of the eight imports"
     assert f"{sum(paid[False])} of its {len(paid[False])} other programs" in text
+    games = {name: part["programs"]["2048"] for name, part in (("0.5B", small), ("1.5B", large))}
+    assert {max(one["points"] for one in programs) for programs in games.values()} == {1.0}
+    paid = {
+        name: [[one["points"] for one in programs if ("blind" in one["tried"]) is ignores]
+               for ignores in (True, False)]
+        for name, programs in games.items()
+    }  # fmt: skip
+    assert f"({paid['0.5B'][0].count(1.0)} of the {len(paid['0.5B'][0])}, and all six" in text
+    assert paid["1.5B"][0] == [1.0] * 6
+    means = [f"{sum(others) / len(others):.1f}" for _, others in paid.values()]
+    assert f"the others have {means[0]} and {means[1]} on average" in text
     squares = count["0.5B"]["matmul"]["wall: matrices of other shapes"][0]
     assert squares == 7 and "Seven of 64 programs" in text
