@@ -19,7 +19,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -117,9 +116,6 @@ def _ending_at_sigterm() -> Iterator[None]:
     def leave(*_):
         raise SystemExit(143)
 
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may handle signals
-        return
     before = signal.signal(signal.SIGTERM, leave)
     try:
         yield

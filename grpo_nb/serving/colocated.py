@@ -282,11 +282,8 @@ class ColocatedVLLM(VLLMServer):
 
     def last_lines(self) -> str:
         "The end of what this server has printed; the log holds those before it, too."
-        with suppress(OSError), open(self.log, "rb") as log:
-            log.seek(self.log_begins)
-            lines = log.read().decode(errors="replace").split("\n")
-            return " | ".join(lines[-8:]).strip(" |")
-        return ""
+        lines = self.log.read_bytes()[self.log_begins :].decode(errors="replace").split("\n")
+        return " | ".join(lines[-8:]).strip(" |")
 
     def progress(self) -> int:
         "Bytes that the server has printed: loading a model can take longer than `wait_s`."

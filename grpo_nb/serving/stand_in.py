@@ -678,11 +678,8 @@ class HandlerReads(BaseHTTPRequestHandler):
 
     def read(self) -> dict:  # Refusal
         "The JSON of a request."
-        body = self.body(self.size())
-        if not body:
-            return {}
         try:
-            asked = json.loads(body)
+            asked = json.loads(self.body(self.size()) or b"{}")
         except (ValueError, RecursionError):
             asked = None
         if not isinstance(asked, dict):
@@ -740,16 +737,12 @@ class Handler(HandlerReads):
         "Send an answer; a client that has gone does not get it."
         text = isinstance(said, str)
         body = b"" if said is None else (said if text else json.dumps(said)).encode()
-        try:
+        with suppress(ConnectionError, TimeoutError):
             self.send_response(status)
             self.send_header("Content-Type", "text/plain" if text else "application/json")
             self.send_header("Content-Length", str(len(body)))
-            if status in (429, 503):
-                self.send_header("Retry-After", "1")
             self.end_headers()
             self.wfile.write(body)
-        except (ConnectionError, TimeoutError):
-            pass
 
 # %% ../../nbs/serving/07_stand_in.ipynb #53c4f3da
 class Server(ThreadingHTTPServer):

@@ -136,7 +136,7 @@ class ReadsOtherwise(Sees):
 @pytest.fixture
 def chats(monkeypatch):
     more = ["/v1/chat/completions", "/v1/chat/completions/render"]
-    monkeypatch.setattr(stand_in, "POST", [*stand_in.POST, *more])
+    monkeypatch.setitem(stand_in.ROUTES, "POST", [*stand_in.ROUTES["POST"], *more])
 
 
 ADAPTER = peft.LoraConfig(
@@ -197,7 +197,7 @@ def test_token_ids_with_pictures_between_them(chats, tmp_path, monkeypatch):
         )
         with pytest.raises(ValueError, match="does not fit between them"):
             sampler.generate([later], params)
-        monkeypatch.setattr(stand_in, "POST", stand_in.POST[:-1])
+        monkeypatch.setitem(stand_in.ROUTES, "POST", stand_in.ROUTES["POST"][:-1])
         with pytest.raises(ServerError, match="need vLLM's --enable-scale-out"):
             sampler.generate([later], params)
     wanted = RolloutEngine(model, processor.tokenizer).generate([written, later], params)
