@@ -7,6 +7,7 @@ how, which wall stops them, and what they would earn where no wall stands.
     python benchmarks/programs.py MODEL --out DIR run --task matmul --updates 60 --seed 0
         GRPO on the published rewards, and a sample before and after: DIR/matmul_0.json
         --no-walls    without what the rewards have against cheats; the machine stays walled off
+        --unjudged    samples are stored as they were drawn, for `judge` on another machine
     python benchmarks/programs.py - --out DIR judge --name base
         judges stored completions again, on a machine whose sandbox has all its walls
     python benchmarks/programs.py - --out DIR shorten --name base
@@ -98,7 +99,11 @@ def write(arguments, record):
 def sampled(arguments, model, tokenizer):
     "The part of a record that a sample fills."
     texts, told = drawn(arguments, model, tokenizer)
-    return dict(drawn=told, programs=judge_all(texts, allow_weak=arguments.allow_weak))
+    if arguments.unjudged:
+        programs = {task: [dict(text=text) for text in found] for task, found in texts.items()}
+    else:
+        programs = judge_all(texts, allow_weak=arguments.allow_weak)
+    return dict(drawn=told, programs=programs)
 
 
 def sample(arguments):
@@ -163,7 +168,7 @@ def run(arguments):
     task, record = arguments.task, facts(arguments)
     rows, _, walled, opened = TASKS[task]
     make = OpenPool if arguments.no_walls else SandboxPool
-    pool = make(workers=1, allow_weak=arguments.allow_weak)
+    pool = make(workers=arguments.workers, allow_weak=arguments.allow_weak)
     fixed = dict(scale=arguments.scale, truncated=CUT[arguments.scale])
     rewards = (opened if arguments.no_walls else walled)(pool, **fixed)
     trainer = GRPOTrainer(
@@ -254,6 +259,8 @@ def main():
     parser.add_argument("--allow-weak", action="store_true", help=weak)
     parser.add_argument("--no-before", dest="before", action="store_false")
     parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--unjudged", action="store_true")
+    parser.add_argument("--workers", type=int, default=1, help="programs of a run at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--adapter", type=Path, help="sample: a folder in PEFT's layout")
     parser.set_defaults(fp8=None, four_bit=False, mxfp4=False)
