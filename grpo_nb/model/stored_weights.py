@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.modeling_utils import str_to_torch_dtype
 
 from .attention import has_sinks
 from .float8 import as_float8, block_of, grid, lies_turned
@@ -26,18 +27,7 @@ from .mxfp4 import BLOCK, dequantize, dequantize_table, quantize
 from .packed import EXPERTS, PackedWeight, experts_of
 
 # %% ../../nbs/model/23_stored_weights.ipynb #a88b1d14
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+DTYPES = {**str_to_torch_dtype, "F8_E8M0": torch.float8_e8m0fnu}  # by their names in a header
 
 
 @dataclass(frozen=True)
