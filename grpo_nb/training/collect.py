@@ -292,8 +292,8 @@ class CompletionSource(SourceDraws):
         names, extra = reward_names(self.reward_funcs), {}
 
         def log_metric(name, value):
-            check_logged(name, value)
-            metrics.add({name: value})
+            check_logged(name)
+            metrics.add({name: float(value)})  # an error of the reward's, where it is no number
 
         def log_extra(name, values):
             check_column(name, values, len(rows), names)

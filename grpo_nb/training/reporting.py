@@ -61,20 +61,13 @@ OWN = re.compile(
 
 def check_logged(
     name: str,  # of a number of a reward function's
-    value: Any,  # the number
 ) -> None:  # ValueError
-    "Refuse a name of the trainer's own, and what is no number."
+    "Refuse a name of the trainer's own."
     if not isinstance(name, str) or OWN.fullmatch(name):
         raise ValueError(
             f"log_metric({name!r}, ...): the trainer logs a number of that name itself; take "
             f"another, for example 'my_reward/{name}'"
         )
-    try:
-        float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        raise ValueError(
-            f"log_metric({name!r}, {value!r}): the value has to be one number that a float can hold"
-        ) from None
 
 # %% ../../nbs/training/15_reporting.ipynb #200e5ab6
 # names of numbers of which the largest or smallest counts

@@ -338,7 +338,8 @@ def checked_scores(answer: Any, given: dict[str, Any], name: str, step: int) -> 
     if isinstance(answer, BaseException):
         wants = isinstance(answer, KeyError) and bool(answer.args) and answer.args[0] not in given
         if isinstance(answer, TypeError):
-            wants = any(word in str(answer) for word in ("argument", "NoneType"))
+            kinds = "keyword argument", "positional argument", "NoneType"
+            wants = any(kind in str(answer) for kind in kinds)
         if wants:  # an argument that does not exist, it seems
             names = ", ".join(name for name in given if name in KEYWORDS)
             columns = ", ".join(name for name in given if name not in KEYWORDS) or "none"
