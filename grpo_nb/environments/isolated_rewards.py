@@ -56,25 +56,17 @@ def reachable(
         )
     if not callable(function):
         raise ValueError(f"{function!r} is no function: pass one, or its name as 'module:function'")
-    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    called = getattr(function, "__name__", "function")
-    if name is None or not isinstance(getattr(function, "__self__", None), (type(None), type(sys))):
-        called, why = "function", f"{function!r} is an object with a state"
-    elif "<lambda>" in name:
-        called, why = "function", "a lambda has no name"
-    elif "<locals>" in name:
-        why = f"{name!r} was made inside another function"
-    elif module in (None, "__main__", "__mp_main__"):
-        why = f"{name!r} was written in a notebook or in the script that runs"
-    else:
-        with contextlib.suppress(AttributeError):
-            if attrgetter(name)(sys.modules.get(module)) is function:
-                return f"{module}:{name}"
-        why = f"{module}:{name} is not this function but another one, or nothing"
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    with contextlib.suppress(AttributeError):
+        there = attrgetter(name)(sys.modules.get(module)) is function
+        if there and module not in ("__main__", "__mp_main__"):
+            return f"{module}:{name}"
+    called = getattr(function, "__name__", "").replace("<lambda>", "") or "function"
     raise ValueError(
-        f"{why}, so a process of its own cannot find it: write it as a plain function at the top "
-        f"of a file, for example rewards.py, and pass isolated('rewards:{called}'); what it closed "
-        "over goes into arguments={...}"
+        f"a process of its own cannot find {name or function!r}: it is a lambda, or was made "
+        "inside another function, holds a state, or was written in a notebook or in the script "
+        "that runs. Write it as a plain function at the top of a file, for example rewards.py, and "
+        f"pass isolated('rewards:{called}'); what it closed over goes into arguments={{...}}"
     )
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #081a59a4

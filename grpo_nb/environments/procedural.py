@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HERE', 'EVALUATES_LISTS', 'EVALUATES_FORMULAS', 'FORMULA_NAMES', 'library', 'import_reasoning_gym',
-           'import_math_verify', 'task_names', 'Task', 'closest', 'make_task', 'to_json', 'from_json', 'harmless',
-           'scorer', 'task_score', 'explain_task', 'procedural_reward', 'problems', 'shares', 'rows_of', 'procedural',
+           'import_math_verify', 'task_names', 'Task', 'make_task', 'to_json', 'from_json', 'harmless', 'scorer',
+           'task_score', 'explain_task', 'procedural_reward', 'problems', 'shares', 'rows_of', 'procedural',
            'right_value', 'explain_value', 'math_points', 'math_reward']
 
 # %% ../../nbs/environments/11_procedural.ipynb #11fafc7f
@@ -79,17 +79,6 @@ class Task:
     prompt: Callable[[dict], str] | None = None
 
 # %% ../../nbs/environments/11_procedural.ipynb #8d823f32
-def closest(
-    name: str,
-    names: list[str],  # what there is
-) -> str:  # a half-sentence
-    "The names that are spelt most like a given one."
-    found = difflib.get_close_matches(name, names, 3, 0.5)
-    if found:
-        return f"the closest are {', '.join(map(repr, found))}"
-    return f"there are {', '.join(map(repr, names[:5]))} and others"
-
-
 def make_task(
     name: str,  # one of `task_names()`
     config: dict[str, Any],  # its settings
@@ -99,8 +88,9 @@ def make_task(
     library("reasoning_gym")
     tasks = library("reasoning_gym.factory").DATASETS
     if name not in tasks:
+        near = ", ".join(map(repr, difflib.get_close_matches(str(name), task_names(), 3, 0.5)))
         raise ValueError(
-            f"reasoning-gym has no task {name!r}; {closest(str(name), task_names())} "
+            f"reasoning-gym has no task {name!r}; the closest are {near or 'far away'} "
             f"(task_names() has all {len(task_names())})"
         )
     try:

@@ -324,8 +324,8 @@ _plain_mlp = "gpt_neox", "phi", "starcoder2", "nemotron", "persimmon"
 
 
 def check_config(
-    config: Any,  # what the trainer was given as `args`
-) -> None:  # TypeError
+    config: Any,  # a dictionary
+) -> None:  # ValueError
     "Refuse a configuration that the formulas do not cover, with the field that is the reason."
     kind = config.get("model_type") or "a model"
     missing = [key for key in _needed if not config.get(key)]

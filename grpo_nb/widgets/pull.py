@@ -38,17 +38,16 @@ def _bars(
     values: list[float],  # one bar each
     colors: list[str],  # of the bars of the first group; the rest is drawn in grey
     title: str,
-) -> BarContainer:  # the bars of the first group
+) -> BarContainer:
     "Bars of a group, and of a second one beside it if there are more values than colors."
-    G = len(colors)
-    axis.bar(range(G, len(values)), values[G:], color=NEUTRAL)
+    G, more = len(colors), len(values) - len(colors)
     axis.axhline(0, color="black", linewidth=0.6)
     axis.set(
         title=title,
-        xlabel="completion" + " (grey: another group of the batch)" * (len(values) > G),
+        xlabel="completion" + " (grey: another group of the batch)" * bool(more),
         xticks=range(G),
     )
-    return axis.bar(range(G), values[:G], color=colors)
+    return axis.bar(range(G + more), values, color=colors + [NEUTRAL] * more)
 
 
 def advantages_figure(
@@ -67,15 +66,9 @@ def advantages_figure(
     _bars(left, shown, colors, f"rewards: mean {mean:.2f}, deviation {std:.2f}")
     left.hlines(mean, -0.5, G - 0.5, color="black", linestyle="--", linewidth=1, zorder=0)
     left.set_ylim(1.2 * min(0, *shown), 1.2 * max(1, *shown))
-    bars = _bars(
-        right, values, colors, "advantages: nothing to learn" if std == 0 else "advantages"
-    )
-    right.bar_label(
-        bars,
-        fmt="%.2f" if len(shown) <= 12 else "%.1f",
-        fontsize=8 if len(shown) <= 8 else 6.5,
-        padding=2,
-    )
+    title = "advantages: nothing to learn" if std == 0 else "advantages"
+    size = 8 if len(shown) <= 8 else 6.5
+    right.bar_label(_bars(right, values, colors, title), fmt="%.2f", fontsize=size, padding=2)
     # one right answer among G wrong ones has (G - 1) / sqrt(G)
     reach = 1.2 * max((G - 1) / G**0.5, *map(abs, values))
     right.set_ylim(-reach, reach)
