@@ -482,6 +482,7 @@ class StandInDraws(StandInRoutes):
     def draw_turn(self, one: Wanted) -> None:
         "Draw for a request and for those that wait with it, and let the next one in."
         try:
+            check_there()
             if not one.answer.done():  # another's turn may have brought it
                 self.draw_for(self.along_with(one))
         finally:
