@@ -100,12 +100,6 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path, capsys):
     assert "step 4, 1 completions" in page.text and page.tags.count("article") == 1
 
 
-def test_turns_that_are_damaged_are_a_plain_text(tmp_path):
-    rows = [sample(1, 0.5, "said", turns) for turns in ("[[1", "3", '["a"]', "[" * 100_000)]
-    page = Page(write_report(run_folder(tmp_path / "x", ['{"step": 1}'], [rows])).read_text())
-    assert page.text.count("policysaid") == 4
-
-
 def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path, capsys):
     folder = run_folder(tmp_path / "x", ['{"step": 1, "reward": 0.25}'])
     for out in (tmp_path, tmp_path / ("a" * 300), "/dev/null/page.html"):
