@@ -4,6 +4,7 @@ problems that were never solved before, and words of doubt."""
 import math
 import random
 import re
+import statistics
 
 Z = 1.959964  # of 95 %
 
@@ -24,9 +25,11 @@ def bootstrap(values, draws=2000):
 
 
 def interval(marks, before, draws=2000):
-    "Points gained over `before`: the mean, and 95 % by a bootstrap over problems and seeds."
-    rng, count = random.Random(0), len(before)
-    gains = [[(a == "r") - (b == "r") for a, b in zip(run, before)] for run in marks]
+    """Points gained over `before`, the marks of one model or of one for each seed: the mean, and
+    95 % by a bootstrap over problems and seeds."""
+    befores = [before] * len(marks) if isinstance(before, str) else before
+    rng, count = random.Random(0), len(befores[0])
+    gains = [[(a == "r") - (b == "r") for a, b in zip(*pair)] for pair in zip(marks, befores)]
     means, of_runs = [], {}
     for _ in range(draws):
         runs = tuple(sorted(rng.choices(range(len(gains)), k=len(gains))))
@@ -77,3 +80,59 @@ def newly_solved(counts, marks):
     "Problems without a right answer before (counts), and how many of them are right now (marks)."
     never = [place for place, count in enumerate(counts) if not count]
     return len(never), sum(marks[place] == "r" for place in never)
+
+
+BASES = {  # records of one run on several bases, by the first part of their names
+    "bf16": "bfloat16",
+    "fp8_row": "float8, a scale for a row",
+    "fp8_block": "float8, for 128 x 128",
+    "nf4": "NF4",
+    "mxfp4": "MXFP4's values",
+}
+SAME = {"bf16_0": "ours_40", "bf16_before": "before"}  # stored under other names
+
+
+def of_bases(stored, way="after"):
+    """(name of a base, marks before training, {seed: record}) of each that was trained, from {name:
+    record}; None where it was not judged before."""
+    for base in BASES:
+        runs, before = {}, stored.get(SAME.get(f"{base}_before", f"{base}_before"), {})
+        for seed in range(9):
+            record = stored.get(SAME.get(f"{base}_{seed}", f"{base}_{seed}"), {})
+            if way in record:
+                runs[seed] = record
+        if runs:
+            yield base, before.get(way, {}).get("marks"), runs
+
+
+def speed_of(record, first=5):
+    "(tokens drawn a second, seconds of an update, mean gap in nats) without the first updates."
+    log, drawn = record["log"][first:], record["arguments"]["completions"]
+    tokens = drawn * sum(one["completions/mean_length"] for one in log)
+    return (
+        tokens / sum(one["seconds/sample"] for one in log),
+        statistics.median(one["step_time"] for one in log),
+        statistics.mean(one["sampling/gap_mean"] for one in log),
+    )
+
+
+def row_of_base(stored, base, before, runs, way="after"):
+    """What a table says of a base that was trained: peak GiB, tokens a second, seconds of an
+    update, gap, right before and after, points gained, and those over bfloat16 with these seeds."""
+    marks = {seed: record[way]["marks"] for seed, record in runs.items()}
+    speed = zip(*(speed_of(record) for record in runs.values()))
+    tokens, seconds, gap = (statistics.mean(one) for one in speed)
+    bf16 = {base: runs for base, _, runs in of_bases(stored, way)}.get("bf16", {})
+    both = [seed for seed in marks if seed in bf16 and base != "bf16"]
+    points = "{:+.1f} ({:+.1f} to {:+.1f})".format
+    over = [bf16[seed][way]["marks"] for seed in both]
+    return (
+        f"{max(record['peak_gib'] for record in runs.values()):.1f}",
+        f"{tokens:,.0f}",
+        f"{seconds:.1f}",
+        f"{gap:.4f}",
+        f"{100 * before.count('r') / len(before):.1f} %" if before else "",
+        ", ".join(f"{100 * one.count('r') / len(one):.1f}" for one in marks.values()) + " %",
+        points(*interval([*marks.values()], before)) if before else "",
+        points(*interval([marks[seed] for seed in both], over)) if both else "",
+    )

@@ -54,7 +54,17 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from answers import bootstrap, doubts, interval, majority_at, newly_solved, pass_at
+from answers import (
+    BASES,
+    bootstrap,
+    doubts,
+    interval,
+    majority_at,
+    newly_solved,
+    of_bases,
+    pass_at,
+    row_of_base,
+)
 from datasets import Dataset
 from fresh_numbers import fresh_numbers
 from peft import LoraConfig
@@ -633,9 +643,22 @@ def show_new(counts, runs):
         print("; ".join(told))
 
 
+def show_bases(stored):
+    "The same updates on bases of fewer bits; their records leave `stored`."
+    found = [*of_bases(stored)]
+    if len(found) > 1:
+        print("base: GiB, tokens/s, s an update, gap, right before, after, gained, over bfloat16")
+        for base, *known in found:
+            print(f"{BASES[base]:26} " + " | ".join(row_of_base(stored, base, *known)))
+    for name in [*stored]:
+        if name.rpartition("_")[0] in BASES:
+            del stored[name]
+
+
 def show(arguments):
     "The stored prompts and runs as a table."
     stored = {p.stem: json.loads(p.read_text()) for p in sorted(arguments.out.glob("*.json"))}
+    show_bases(stored)
     drawn = {name: stored.pop(name)["samples"] for name in [*stored] if "samples" in stored[name]}
     untrained = drawn.get("before_votes_samples")
     for name, found in drawn.items():

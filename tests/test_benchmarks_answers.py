@@ -75,6 +75,29 @@ def test_an_interval_over_problems_and_seeds_has_the_spread_of_both():
     assert mean == 100 * share and (high - low) / (2 * 1.96 * error) == pytest.approx(1, abs=0.1)
     found = interval(["r" * 400, before, before], before)  # seeds alone: 0 with 8/27, 100 with 1/27
     assert found == (pytest.approx(100 / 3), 0, 100)
+    assert interval([one, before], [one, before]) == (0, 0, 0)  # each over its own
+    assert interval([one], [before]) == interval([one], before)
+
+
+def test_a_base_is_compared_with_bfloat16_of_the_same_seeds():
+    from answers import of_bases, row_of_base
+
+    def run(marks, seconds=2.0):
+        log = [{"completions/mean_length": 100.0, "seconds/sample": 1.0, "sampling/gap_mean": 0.01}]
+        log = [log[0] | {"step_time": 99.0}] * 5 + [log[0] | {"step_time": seconds}] * 3
+        given = dict(arguments=dict(completions=8), peak_gib=3.0)
+        return given | dict(log=log, after=dict(marks=marks))
+
+    stored = {"before": run("wwwr"), "ours_40": run("rrrr"), "bf16_1": run("rrww")}
+    stored |= {"nf4_before": run("wwww"), "nf4_1": run("rrww"), "nf4_2": run("rrrr")}
+    stored |= {"fp8_row_0": run("rrrr"), "mxfp4_before": run("wwww")}
+    rows = {base: row_of_base(stored, base, *known) for base, *known in of_bases(stored)}
+    assert list(rows) == ["bf16", "fp8_row", "nf4"]
+    assert rows["bf16"][:6] == ("3.0", "800", "2.0", "0.0100", "25.0 %", "100.0, 50.0 %")
+    assert rows["bf16"][6].startswith("+50.0 (") and not rows["bf16"][7]
+    assert rows["fp8_row"][4:] == ("", "100.0 %", "", "+0.0 (+0.0 to +0.0)")
+    assert rows["nf4"][6].startswith("+75.0 (")
+    assert rows["nf4"][7] == "+0.0 (+0.0 to +0.0)"  # seed 1 alone
 
 
 def test_words_of_doubt_are_those_of_the_lesson():
