@@ -16,7 +16,7 @@ from grpo_nb.training.trainer import GRPOTrainer
 
 pytestmark = [
     pytest.mark.gpu,
-    #    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 # what the kernels take: heads of at least 32, windows of at least 16
 SIZES = dict(head_dim=64, hidden_size=96, max_position_embeddings=512)
