@@ -98,6 +98,13 @@ class ModelSizes:
     def __post_init__(self):
         if isinstance(self.tower, dict):  # of a widget
             object.__setattr__(self, "tower", Tower(**self.tower))
+        for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim", "vocab"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:  # Gemma 3n has a width for each layer
+                raise ValueError(
+                    f"{name} of {self.name} is {value!r}, and it is a count: give a "
+                    "whole number of at least 1"
+                )
 
 # %% ../../nbs/model/21_memory_bytes.ipynb #2d4fc4de
 class ModelShape(ModelSizes):

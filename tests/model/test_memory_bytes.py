@@ -280,6 +280,7 @@ def test_a_folder_and_a_nested_configuration(tmp_path):
         ({**SMALL, "kv_lora_rank": 512}, "latent attention"),
         ({**SMALL, "n_shared_experts": 1}, "every token goes to"),
         ({**SMALL, "model_type": "phi"}, "two matrices"),
+        ({**SMALL, "intermediate_size": [96, 96]}, "it is a count"),
     ],
 )
 def test_models_that_cannot_be_planned(model, words):
