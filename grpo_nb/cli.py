@@ -33,6 +33,7 @@ from .environments.isolated_rewards import visible
 from .model.limits import KERNELS, TRANSFORMERS_NAMES, naming_a_full_disk, write_json
 from .model.memory_bytes import FORMATS, MODELS, TARGETS
 from .model.memory_fit import ALL, CARDS, Card, find_card, gibibytes
+from .serving.addresses import ServerError
 from .training.one_run import OneRun
 
 # %% ../nbs/91_cli.ipynb #c4c5b4c3
@@ -165,9 +166,10 @@ def _ended(
         left = f"To go on with what was saved: {go_on}" if saved() else "Nothing was saved."
         _tell(f"\nStopped. {left}", sys.stderr)
         return stop.code if isinstance(stop, SystemExit) else 130
-    except (OSError, ValueError, ImportError) as error:  # a ValueError says what to change
-        then = f". Then go on: {go_on}" if isinstance(error, OSError) else ""
-        _tell(f"grpo-nb {command}: {error}{then}", sys.stderr)
+    except (OSError, ValueError, ImportError, ServerError) as error:  # it says what to change
+        passing = isinstance(error, (OSError, ServerError)) and saved()
+        then = f". Then go on: {go_on}" if passing else ""
+        _tell(f"grpo-nb {command}: {str(error).removesuffix('.')}{then}", sys.stderr)
         return 1
     return 0
 
@@ -264,6 +266,8 @@ def _listening(args: argparse.Namespace):
     server = Server(args.host, args.port)  # before the model is loaded, which may take minutes
     try:
         if args.lora_dir is not None:
+            if args.lora_dir.is_file():
+                raise ValueError(f"--lora-dir is {args.lora_dir}, a file: name a folder")
             args.lora_dir.mkdir(parents=True, exist_ok=True)
         names = ("lora_dir", "max_loras", "max_lora_rank", "logprobs_mode", "api_key")
         given = {name: getattr(args, name) for name in names}
@@ -707,7 +711,7 @@ def vllm_report(
     "Whether a run could draw with these."
     found = {}
     if server:
-        from grpo_nb.serving.server import ServerError, probe
+        from grpo_nb.serving.server import probe
 
         try:
             said, fits = zip(*probe(server, api_key))
@@ -1027,7 +1031,7 @@ def _run(
         args.parser.error(_unrecognised(args, unknown))
     try:
         return args.run(args)
-    except (ValueError, ImportError, OSError) as error:  # a bad start
+    except (ValueError, ImportError, OSError, ServerError) as error:  # a bad start
         if getattr(error, "errno", None) and error.filename is None:  # of standard output
             raise
         _tell(f"grpo-nb {words[0]}: {error}", sys.stderr)

@@ -240,7 +240,11 @@ def read_before(
     folder: Path,  # of the run
 ) -> dict[str, Any]:
     "What `state_before` saved."
-    return json.loads((folder / "before.json").read_text(encoding="utf-8"))
+    path = folder / "before.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(f"{path} is damaged: leave --resume out to start anew") from None
 
 
 def write_results(

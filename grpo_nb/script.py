@@ -127,7 +127,7 @@ def load_rows(
         empty = 'it is empty; write one a line, such as {"prompt": "2+3=", "answer": 5}'
         raise ValueError(
             f"dataset_name={data.dataset_name!r} has no rows {split!r} that can be read: "
-            f"{' '.join(str(error).split()) or empty}"
+            f"{' '.join(str(error.__cause__ or error).split()) or empty}"
         ) from error
     return with_prompts(rows, data)
 

@@ -18,9 +18,11 @@ import pytest
 from small_runs import small_model
 
 import grpo_nb
-from grpo_nb import cli
+from grpo_nb import cli, script
 from grpo_nb.model.memory_bytes import MODELS
+from grpo_nb.serving.addresses import ServerError
 from grpo_nb.serving.stand_in import StandIn, serving
+from grpo_nb.training import checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -260,6 +262,25 @@ def test_a_value_that_cannot_be_used_is_no_traceback(monkeypatch, tmp_path, caps
     assert capsys.readouterr().err == "grpo-nb demo: the data has 3 rows, and had 4\n"
 
 
+def test_a_server_that_is_away_is_no_traceback(monkeypatch, tmp_path, capsys):
+    def away(*_):
+        raise ServerError("no server answers at http://localhost:8000.")
+
+    def said(status):
+        assert cli.main(["train", "--config", "run.yaml"]) == status
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(cli, "_ready", away)
+    sentence = "grpo-nb train: no server answers at http://localhost:8000."
+    assert said(2) == f"{sentence}\n"
+    recipe = types.SimpleNamespace(config=types.SimpleNamespace(output_dir=tmp_path))
+    monkeypatch.setattr(cli, "_ready", lambda _: (None, recipe))
+    monkeypatch.setattr(script, "train_and_save", away)
+    assert said(1) == f"{sentence[:-1]}\n"  # nothing was saved to go on with
+    monkeypatch.setattr(checkpoint, "checkpoints", lambda _: ["checkpoint-1"])
+    assert said(1) == f"{sentence} Then go on: grpo-nb train --config run.yaml --resume\n"
+
+
 def test_the_last_line_of_a_run_says_what_to_look_at(runs, tmp_path, capsys):
     cli.main(["demo", "--out", str(tmp_path / "run")])
     last = capsys.readouterr().out.splitlines()[-1]
@@ -419,8 +440,8 @@ def test_serve_says_what_is_wrong_before_it_loads_a_model(tmp_path, monkeypatch,
     assert line.startswith(f"port {port} at 127.0.0.1 cannot be used (Address already in use): ")
     file = tmp_path / "file"
     file.touch()
-    for folder in (file, file / "below"):
-        assert str(folder) in said("--port", "0", "--lora-dir", str(folder))
+    assert said("--port", "0", "--lora-dir", str(file)).endswith("a file: name a folder")
+    assert str(file / "below") in said("--port", "0", "--lora-dir", str(file / "below"))
     for host in ("no-such-host.invalid", "a..b", "203.0.113.9"):
         line = said("--port", "0", "--host", host, "--api-key", "x")
         assert line.startswith(f"port 0 at {host} cannot be used (") and "address of this" in line

@@ -20,6 +20,7 @@ from small_runs import without_clocks
 
 import grpo_nb.demo
 from grpo_nb import cli
+from grpo_nb.demo import read_before
 
 WHOLE = [str(Path(sys.executable).with_name("grpo-nb"))]
 SHORT = [sys.executable, str(Path(__file__).with_name("demo_child.py"))]
@@ -214,6 +215,12 @@ def test_what_is_left_of_the_log_does_not_matter(undisturbed, shorter, tmp_path,
     status, printed = resume(out, capsys)
     assert status == 0, printed
     assert learned(out) == learned(undisturbed)
+
+
+def test_damaged_numbers_of_the_start_are_named(tmp_path):
+    (tmp_path / "before.json").write_text('{"accuracy"')
+    with pytest.raises(ValueError, match="before.json is damaged: leave --resume out"):
+        read_before(tmp_path)
 
 
 def test_without_a_whole_checkpoint_it_begins_anew(undisturbed, shorter, tmp_path, capsys):

@@ -83,12 +83,16 @@ def test_the_pages_script_and_its_reward_are_those_that_ship(tmp_path, monkeypat
 def test_what_is_no_row_or_no_function_is_a_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "none.jsonl").touch()
+    (tmp_path / "none.csv").touch()
+    (tmp_path / "cut.jsonl").write_text('{"prompt": "2+3=", "answer": 5')
     (tmp_path / "heads.csv").write_text("prompt,answer\n")
     (tmp_path / "my_rows.py").write_text("def right(completions, **columns): return [0.0]")
     words = ["train", "--config", str(ROOT / "recipes/own_rows.yaml"), "--output_dir", "runs"]
     rewarded = ["--reward_funcs", "my_rows.py:right"]
     for given, sentence in (
         (["--dataset_name", "none.jsonl", *rewarded], "it is empty; write one a line"),
+        (["--dataset_name", "none.csv", *rewarded], "No columns to parse from file"),
+        (["--dataset_name", "cut.jsonl", *rewarded], "JSON parse error: Missing a comma or '}'"),
         (["--dataset_name", "heads.csv", *rewarded], "has no rows 'train' that can be read"),
         (
             ["--dataset_name", "heads.csv", "--reward_funcs", "my_rows.py"],

@@ -667,6 +667,12 @@ def check_limits(
     for name, smallest in least.items():
         if (value := settings[name]) is not None and not smallest <= value < math.inf:
             raise ValueError(f"{name} is {value!r}; give a number from {smallest:g} on")
+    each, whole = settings["each_timeout_s"], settings["timeout_s"]
+    if (each or 0) > whole:
+        raise ValueError(
+            f"each_timeout_s is {each:g}, and the whole call ends after timeout_s={whole:g}: raise "
+            "timeout_s"
+        )
 
 
 def isolated(

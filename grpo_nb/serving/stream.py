@@ -152,8 +152,8 @@ def serve_copy(threads: int) -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     model, tokenizer, settings = pickle.load(sys.stdin.buffer)
-    copy = CopySampler(tokenizer, **settings)
-    copy.take(model)
+    copy = CopySampler(tokenizer)
+    copy.engine = RolloutEngine(model, tokenizer, **settings)  # nobody trains this one
     while True:
         try:
             task = pickle.load(sys.stdin.buffer)

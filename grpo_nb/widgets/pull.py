@@ -68,7 +68,8 @@ def advantages_figure(
     left.set_ylim(1.2 * min(0, *shown), 1.2 * max(1, *shown))
     title = "advantages: nothing to learn" if std == 0 else "advantages"
     size = 8 if len(shown) <= 8 else 6.5
-    right.bar_label(_bars(right, values, colors, title), fmt="%.2f", fontsize=size, padding=2)
+    numbers = "%.2f" if len(shown) <= 12 else "%.1f"
+    right.bar_label(_bars(right, values, colors, title), fmt=numbers, fontsize=size, padding=2)
     # one right answer among G wrong ones has (G - 1) / sqrt(G)
     reach = 1.2 * max((G - 1) / G**0.5, *map(abs, values))
     right.set_ylim(-reach, reach)

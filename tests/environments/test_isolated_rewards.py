@@ -462,6 +462,7 @@ def test_what_cannot_be_imported_is_said_at_once(target, words):
         (dict(timeout_s=math.inf), "timeout_s is inf"),
         (dict(workers=0), "workers is 0"),
         (dict(each_timeout_s=-1), "each_timeout_s is -1"),
+        (dict(each_timeout_s=30), "ends after timeout_s=10: raise"),
     ],
 )
 def test_settings_that_make_no_sense(settings, words):

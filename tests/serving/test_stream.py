@@ -317,6 +317,7 @@ def test_a_process_draws_the_same_and_its_end_is_a_sentence(tmp_path):
     model, tokenizer = small_model()
     with ProcessSampler(tokenizer) as there:
         assert isinstance(there, Sampler)
+        model.__deepcopy__ = int  # which fails: the process needs no second copy
         there.publish(model, 0)
         with pytest.raises(RuntimeError, match="the sampling process: ValueError: prompt 0 holds"):
             there.generate([[10**6]], PARAMS, 0)
