@@ -491,7 +491,8 @@ def plan(
     if args.write and fits:
         text = recipes.with_lines(recipes.read_text(args.model), lines)
         text = recipes.with_launch(text, starts)
-        args.write.write_text(text, encoding="utf-8")
+        with naming_a_full_disk(args.write.parent):
+            args.write.write_text(text, encoding="utf-8")
     needed = _fits_with(args, made, better, lines)
     if args.fit and fits:
         made = better[0]
@@ -676,8 +677,11 @@ def kernel_folders() -> dict:  # of torch.compile's and of Triton's
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     triton_s = Path(os.environ.get("TRITON_HOME") or Path.home()) / ".triton/cache"
-    defaults = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir(), "TRITON_CACHE_DIR": triton_s}
-    return {name: os.path.abspath(os.environ.get(name) or at) for name, at in defaults.items()}
+    defaults = {"TORCHINDUCTOR_CACHE_DIR": None, "TRITON_CACHE_DIR": triton_s}
+    with suppress(KeyError, OSError):  # before torch 2.13, a user without a name has none
+        defaults["TORCHINDUCTOR_CACHE_DIR"] = default_cache_dir()
+    found = {name: os.environ.get(name) or at for name, at in defaults.items()}
+    return {name: os.path.abspath(at) for name, at in found.items() if at}
 
 
 def report() -> dict:  # {"grpo_nb", "python", ..., "sandbox", "kernels"}, for json.dumps
@@ -1032,8 +1036,8 @@ def _run(
     try:
         return args.run(args)
     except (ValueError, ImportError, OSError, ServerError) as error:  # a bad start
-        if getattr(error, "errno", None) and error.filename is None:  # of standard output
-            raise
+        if type(error) in (OSError, BrokenPipeError) and error.errno and not error.filename:
+            raise  # of standard output
         _tell(f"grpo-nb {words[0]}: {error}", sys.stderr)
         return 2
     except Exception:

@@ -253,6 +253,21 @@ def test_the_last_line_says_how_to_go_on(error, status, words, monkeypatch, tmp_
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_full_disk_is_not_said_to_be_standard_output(monkeypatch, tmp_path, capsys):
+    "A device on which every write fails stands for the disk."
+
+    def full(*_, **__):
+        with open("/dev/full", "w") as file:
+            file.write("{}")
+
+    run = str(ROOT / "recipes/tiny_arithmetic.yaml")
+    assert cli.main(["plan", run, "--card", "H100", "--write", "/dev/full"]) == 2
+    assert capsys.readouterr().err.startswith("grpo-nb plan: the disk is full: /dev has")
+    monkeypatch.setattr(Path, "write_text", full)
+    assert cli.main(["demo", "--out", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.startswith(f"grpo-nb demo: the disk is full: {tmp_path}/run has")
+
+
 def test_a_value_that_cannot_be_used_is_no_traceback(monkeypatch, tmp_path, capsys):
     def refuses(**_):
         raise ValueError("the data has 3 rows, and had 4")
@@ -366,6 +381,20 @@ def test_doctor_says_where_compiled_kernels_are_kept(monkeypatch, tmp_path):
     at = lines.index("Compiled kernels are kept in")
     assert lines[at + 1] == f"  {tmp_path / names[0]} ({names[0]})"
     assert lines[at + 2] == f"  {tmp_path / names[1]}, which is not there yet ({names[1]})"
+
+
+def test_doctor_works_for_a_user_without_a_name(monkeypatch):
+    "Whose default folder torch cannot name before 2.13 (pytorch/pytorch#140765)."
+    from torch._inductor.runtime import cache_dir_utils
+
+    def fails():
+        raise KeyError("getpwuid(): uid not found: 955")
+
+    monkeypatch.setattr(cache_dir_utils, "default_cache_dir", fails)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    assert list(cli.kernel_folders()) == ["TRITON_CACHE_DIR"]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kept")
+    assert cli.kernel_folders()["TORCHINDUCTOR_CACHE_DIR"] == os.path.abspath("/kept")
 
 
 def test_doctor_fails_and_says_what_to_type_when_a_requirement_is_too_old(monkeypatch, capsys):
