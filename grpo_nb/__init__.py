@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 __web__ = "https://github.com/grpo-nb/grpo_nb/blob/main"
 
 # what settings.ini requires, by the names that Python imports
-_needs = "torch transformers peft datasets accelerate matplotlib ipywidgets anywidget"
+_needs = "torch transformers safetensors peft datasets accelerate matplotlib ipywidgets anywidget"
 
 _rooms = {  # public name -> the module that holds it
     "BatchLayout": "algorithm.batching",

@@ -293,7 +293,11 @@ class CompletionSource(SourceDraws):
 
         def log_metric(name, value):
             check_logged(name)
-            metrics.add({name: float(value)})  # an error of the reward's, where it is no number
+            try:
+                number = float(value)
+            except Exception as error:
+                raise ValueError(f"log_metric({name!r}, {value!r}): {error}") from None
+            metrics.add({name: number})
 
         def log_extra(name, values):
             check_column(name, values, len(rows), names)

@@ -1,6 +1,9 @@
 """Stored weights: headers against the safetensors library, every fault of a folder in a sentence,
 each way from a file to a parameter."""
 
+from configparser import ConfigParser
+from pathlib import Path
+
 import pytest
 import torch
 from checkpoints import (
@@ -10,6 +13,7 @@ from checkpoints import (
     load,
     rewrite,
 )
+from packaging.requirements import Requirement
 from safetensors.torch import load_file
 from transformers import GptOssConfig
 
@@ -29,6 +33,15 @@ from grpo_nb.model.stored_weights import (
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 CPU = torch.device("cpu")
+
+
+def test_the_oldest_safetensors_that_is_asked_for_has_the_order_of_a_file():
+    "transformers 5.9 is content with 0.4.3, and `safe_open(...).offset_keys` came with 0.6.1."
+    settings = ConfigParser(delimiters=["="])
+    settings.read(Path(__file__).parents[2] / "settings.ini")
+    asked = map(Requirement, settings["DEFAULT"]["requirements"].split())
+    (least,) = (one.specifier for one in asked if one.name == "safetensors")
+    assert "0.6.1" in least and "0.5.3" not in least
 
 
 def test_headers(plain, tmp_path):

@@ -208,9 +208,15 @@ def scored(reward):
         ("rewards/length/mean", 1.0, "take another, for example 'my_reward/rewards/length/mean'"),
         ("completions/mean_length", 1.0, "itself"),
         (3, 1.0, "itself"),
-        ("mine", "many", "raised ValueError: could not convert string to float: 'many'"),
+        (
+            "mine",
+            "many",
+            "log_metric\\('mine', 'many'\\): could not convert string to float: 'many'",
+        ),
         ("mine", 10**400, "int too large to convert to float"),
         ("mine", [1.0], "a real number, not 'list' at step 0; the first completion .* is [^.]*$"),
+        # no word of the arguments of a reward function
+        ("mine", None, "log_metric\\('mine', None\\): .*not 'NoneType' at step 0; the [^.]*$"),
     ],
 )
 def test_a_reward_cannot_write_over_the_trainers_numbers(name, value, said):
