@@ -404,7 +404,7 @@ def launched(*words, cwd):
 
 @pytest.mark.full
 def test_two_processes_of_torchrun_train_one_model(tmp_path):
-    words = ["--config", TINY, "--output_dir", "run", *SMALL, "--save_steps", "2"]
+    words = ["--config", TINY, "--output_dir", "run", *SMALL, "--save_steps", "2", "--verbose"]
     launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m grpo_nb train".split()
     done = launched(*launcher, *words, "--max_steps", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -438,7 +438,7 @@ def test_a_process_that_was_to_be_one_of_several_says_so(names, alone, monkeypat
 def test_accelerate_launches_a_recipe(options, processes, tmp_path):
     "Two processes are asked for; accelerate's --cpu starts one, and the other meets on the CPU."
     launcher = f"-m accelerate.commands.launch {options} --num_processes 2 -m grpo_nb train".split()
-    words = ["--config", TINY, "--output_dir", "run", *SMALL, "--max_steps", "2"]
+    words = ["--config", TINY, "--output_dir", "run", *SMALL, "--max_steps", "2", "--verbose"]
     done = launched(*launcher, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(records(tmp_path / "run")) == 2
