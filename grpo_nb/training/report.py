@@ -14,6 +14,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -219,17 +220,21 @@ BY_MESSAGE = (
 )
 
 
-def turns_of(sample: dict[str, Any]) -> list[Sequence[str]]:  # role and text
-    "Who said what in a completion."
-    if sample.get("turns"):
-        return json.loads(sample["turns"])
+def turns_of(sample: dict[str, Any]) -> list[tuple[str, str]]:  # role and text
+    "Who said what in a completion; a reward or another library may have a column of that name."
+    with suppress(ValueError, TypeError):
+        if sample.get("turns"):
+            return [(str(role), str(text)) for role, text in json.loads(sample["turns"])]
     return [("assistant", str(sample["completion"]))]
 
 
 def pictures_of_sample(sample: dict[str, Any]) -> list[str]:  # addresses that hold them
     "The pictures of a completion's prompt and of its replies, small."
-    lists = [json.loads(sample.get(n) or "[]") for n in ("pictures", "reply_pictures")]
-    return [one for held in lists for one in held if one.startswith("data:image/")]
+    found = []
+    for name in ("pictures", "reply_pictures"):
+        with suppress(ValueError, TypeError):
+            found += map(str, json.loads(sample.get(name) or "[]"))
+    return [one for one in found if one.startswith("data:image/")]
 
 
 def shortened(text: str, most: int = 2000) -> str:

@@ -9,7 +9,16 @@ import pytest
 from small_runs import one_thread, small_trainer  # noqa: F401
 
 from grpo_nb.cli import main
-from grpo_nb.training.report import by_reward, counted, read_run, report_html, series, write_report
+from grpo_nb.training.report import (
+    by_reward,
+    counted,
+    pictures_of_sample,
+    read_run,
+    report_html,
+    series,
+    turns_of,
+    write_report,
+)
 from grpo_nb.training.reporting import several_turns, write_samples
 
 EVIL = "</pre></script><script>alert(1)</script><img src=x onerror=alert(1)> & \"'"
@@ -98,6 +107,14 @@ def test_a_damaged_file_is_left_out_and_named(tmp_path, capsys):
     assert f"damaged lines left out: 1; damaged files left out: {names}" in page.text
     assert f"damaged lines left out: 1; damaged files left out: {names}" in said
     assert "step 4, 1 completions" in page.text and page.tags.count("article") == 1
+
+
+@pytest.mark.parametrize("theirs", [0.5, 3, "3", "said", [1], True])
+def test_columns_of_rewards_or_of_another_library_are_no_turns_and_no_pictures(theirs):
+    row = {"completion": "said", "turns": theirs, "pictures": theirs}
+    shown = json.dumps(["data:image/png;base64,AA=="])
+    assert turns_of(row) == [("assistant", "said")]
+    assert pictures_of_sample({**row, "reply_pictures": shown}) == json.loads(shown)
 
 
 def test_a_page_that_cannot_be_written_is_a_sentence(tmp_path, capsys):
