@@ -21,9 +21,9 @@ NOISE |= {tokenize.ENCODING, tokenize.ENDMARKER}
 SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 # what may only fall; an issue that asks for a feature says by how much one may rise
 CEILINGS = {
-    "code lines": 39_084,
+    "code lines": 38_300,
     "functions over 60 lines": 8,
-    "export cells over 60 lines": 32,  # Triton 140, tables and fields 100
+    "export cells over 60 lines": 31,  # Triton 140, tables and fields 100
     "notebooks": 130,
     "first cells over 13 lines": 0,
     "lines of the trainer's page": 500,
