@@ -351,6 +351,7 @@ def test_doctor_reports_what_is_here():
     assert {
         "torch",
         "transformers",
+        "safetensors",
         "peft",
         "datasets",
         "accelerate",
@@ -417,7 +418,7 @@ def test_doctor_names_packages_that_an_index_has(monkeypatch):
     hints = {row["name"]: row["hint"] for row in cli.packages()}
     assert hints["bitsandbytes"] == "pip install 'bitsandbytes>=0.48'"
     assert hints["vllm"] == "pip install vllm==0.25.1"  # the version that was tried
-    assert len(hints) == 11 and not [hint for hint in hints.values() if "grpo_nb" in hint]
+    assert len(hints) == 12 and not [hint for hint in hints.values() if "grpo_nb" in hint]
 
 
 def test_doctor_looks_at_servers_and_at_another_environment(tmp_path, capsys, monkeypatch):
