@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from . import limits
 from grpo_nb.model.limits import (
@@ -806,7 +807,12 @@ def transformers_attention(
         sharing=None,  # of prompts: see shared_prefix
         **_,
     ):
-        check_features(dropout, softcap, attention_mask, getattr(module, "is_causal", True))
+        ready = s_aux is None and torch.is_tensor(attention_mask)  # of a cache of fixed size
+        checked = None if ready else attention_mask
+        check_features(dropout, softcap, checked, getattr(module, "is_causal", True))
+        if ready:
+            tensors = _common_dtype(query, key, value)
+            return sdpa_attention_forward(module, *tensors, attention_mask, scaling=scaling)
         tensors, options = (query, key, value, s_aux), dict(scale=scaling, backend=backend)
         if sharing is None:
             out = sink_attention(*tensors, mask=attention_mask, **options)  # (B, Hq, Lq, D)

@@ -15,6 +15,8 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..model.attention import has_sinks
+from ..model.limits import TRANSFORMERS_NAMES
 from ..model.recorded_layers import waiting_is_an_error
 from .decoder import STRIDE
 from .engine import DecodeBatch, ModuleRows, cache_name, decode, prefill
@@ -240,7 +242,8 @@ def cannot_record(
         )
     if not type(base).__module__.startswith(("transformers.models.", "grpo_nb.")):
         return f"{type(base).__name__} is not one of transformers' classes"
-    if config._attn_implementation not in ("sdpa", "eager"):
+    ours = () if has_sinks(base) else TRANSFORMERS_NAMES
+    if config._attn_implementation not in ("sdpa", "eager", *ours):
         return (
             f"its attention is {config._attn_implementation!r}, and 'sdpa' or 'eager' take a "
             "mask that is ready"

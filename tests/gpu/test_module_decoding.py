@@ -12,6 +12,7 @@ from grpo_nb.rollout import module_decoding
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.sampling import SamplingParams
 from grpo_nb.training.config import GRPOConfig
+from grpo_nb.training.policy_model import quicken
 from grpo_nb.training.trainer import GRPOTrainer
 
 pytestmark = [
@@ -25,6 +26,11 @@ FAMILIES = {
     "Llama": {},
     "Qwen2": {},
     "Qwen3": {},
+    # with fused layers and this library's attention, as the trainer loads them by name
+    "Qwen2 quick": dict(
+        num_hidden_layers=4, use_sliding_window=True, sliding_window=16, max_window_layers=2
+    ),
+    "Qwen3 quick": dict(head_dim=24),
     "Phi3": {},
     "Mistral": dict(sliding_window=16),
     "Gemma3": MIXED,
@@ -50,7 +56,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def tiny(family, dtype=torch.float32, **more):
-    name = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family
+    name = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family.split()[0]
     settings = (
         dict(
             vocab_size=64,
@@ -71,13 +77,11 @@ def tiny(family, dtype=torch.float32, **more):
     )
     implementation = settings.pop("attn_implementation", "sdpa")
     torch.manual_seed(0)
-    return (
-        transformers.AutoModelForCausalLM.from_config(
-            getattr(transformers, f"{name}Config")(**settings), attn_implementation=implementation
-        )
-        .to("cuda", dtype)
-        .eval()
-    )
+    config = getattr(transformers, f"{name}Config")(**settings)
+    made = transformers.AutoModelForCausalLM.from_config
+    model = made(config, attn_implementation=implementation).to("cuda", dtype).eval()
+    assert "quick" not in family or quicken(model, GRPOConfig())
+    return model
 
 
 def engines(model, **options):
@@ -105,7 +109,7 @@ def test_the_same_completions(family, monkeypatch):
     assert_same(replayed.generate(PROMPTS, long), called.generate(PROMPTS, long))
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+@pytest.mark.parametrize("family", ["Qwen3", "Qwen3 quick", "Gemma3"])
 def test_bfloat16_is_as_near_as_call_by_call(family):
     replayed, called = engines(tiny(family, torch.bfloat16))
     a, b = (
@@ -290,8 +294,6 @@ def test_four_bits(tmp_path):
         save_strategy="no",
         disable_tqdm=True,
         bf16=True,
-        # by name it would train with "sink", whose steps through modules are not recorded
-        model_init_kwargs={"attn_implementation": "sdpa"},
     )
     quantization = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -308,6 +310,7 @@ def test_four_bits(tmp_path):
         quantization_config=quantization,
     )
     run.log.show = False
+    assert run.quick and run.model.config._attn_implementation == "sink"
     assert "a step recorded" in run.engine.way, run.engine.way
     run.train()
     assert len(run.log_history) >= 3 and all(

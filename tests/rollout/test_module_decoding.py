@@ -23,6 +23,8 @@ from grpo_nb.rollout.module_decoding import (
     visible_slots,
 )
 from grpo_nb.rollout.sampling import SamplingParams, stream_keys
+from grpo_nb.training.config import GRPOConfig
+from grpo_nb.training.policy_model import quicken
 
 MIXED = dict(
     num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=6
@@ -36,6 +38,9 @@ FAMILIES = {
         num_hidden_layers=4, use_sliding_window=True, sliding_window=5, max_window_layers=2
     ),
     "Qwen3": {},
+    # with fused layers and this library's attention, as the trainer loads them by name on a GPU
+    "Qwen2 quick": dict(use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "Qwen3 quick": dict(head_dim=24),
     "Mistral": dict(sliding_window=6),
     "Phi3": dict(sliding_window=7),
     "Gemma3Text": MIXED,
@@ -95,9 +100,11 @@ def tiny(name, **more):
         | more
     )
     config = getattr(transformers, f"{kind}Config")(**settings)
-    return transformers.AutoModelForCausalLM.from_config(
+    model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if variant == "eager" else "sdpa"
     ).eval()
+    assert variant != "quick" or quicken(model, GRPOConfig())
+    return model
 
 
 @torch.no_grad()
@@ -263,13 +270,14 @@ def as_on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["Llama", "Gemma3Text", "Gemma2 eager", "Qwen3Moe", "GPT2", "Qwen3_5Text"]
+    "name",
+    ["Llama", "Qwen2 quick", "Gemma3Text", "Gemma2 eager", "Qwen3Moe", "GPT2", "Qwen3_5Text"],
 )
 def test_a_trial_that_succeeds(name, as_on_a_gpu):
     assert try_to_record(tiny(name)) is None
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Qwen3_5Text"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3 quick", "Gemma3Text", "Qwen3_5Text"])
 @torch.no_grad()
 def test_a_step_is_the_same_calls_on_the_same_tensors(name):
     "What a recording needs: calls that are played again, and none of Python, make the next token."
@@ -528,6 +536,13 @@ def test_what_speaks_against_it(monkeypatch):
     handle.remove()
     model.config._attn_implementation = "flash_attention_2"
     assert "'sdpa' or 'eager' take a mask" in cannot_record(model)
+    model.config._attn_implementation = "sink"
+    others = tiny("Qwen3 quick"), tiny("GptOss eager")
+    monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda:0"))
+    quick, with_sinks = others
+    assert cannot_record(model) is None and cannot_record(quick) is None
+    with_sinks.config._attn_implementation = "sink"  # its mask is not made for a ring of slots
+    assert "'sdpa' or 'eager' take a mask" in cannot_record(with_sinks)
     model.config._attn_implementation = "sdpa"
     model.config.layer_types = ["chunked_attention", "full_attention"]
     assert cannot_record(model) == "it has layers of another kind: chunked_attention"
