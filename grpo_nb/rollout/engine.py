@@ -10,6 +10,7 @@ __all__ = ['share_prompts', 'DecodeBatch', 'tokens_seen', 'cache_name', 'prefill
 
 # %% ../../nbs/rollout/03_engine.ipynb #2766139d
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, nullcontext
@@ -551,6 +552,12 @@ class RolloutEngine:
         could = self.model.device.type == "cuda" and not self.through_modules
         return f"through the model's modules: {reason}" + f"; not recorded: {why}" * could
 
+    def _warn_slow(self, why):
+        "Say that a GPU draws slowly, and why; None: it does not."
+        if why and self.model.device.type == "cuda" and not self.through_modules:
+            way = "completions are drawn slowly, each step sent to the GPU call by call"
+            warnings.warn(f"{way} and none recorded: {why}", stacklevel=4)
+
     def encode(
         self,
         # a text or texts, tokenized by `text_token_ids`, or token ids of several prompts
@@ -624,14 +631,17 @@ class RolloutEngine:
 
     def _in_batches(self, rows, params, drawing, bar, keys, seen):
         "A rollout through the model's modules, some rows after others where memory is short."
-        in_place = self._not_recorded() is None
+        why = self._not_recorded()
+        in_place = why is None
         try:
             batches, _ = self.batches(rows, params, None, in_place)
         except MemoryError:
             if not in_place:
                 raise
             in_place = False  # a cache that grows takes a little less
+            why = "there is no room for a cache of full size"
             batches, _ = self.batches(rows, params, None)
+        self._warn_slow("prompts have pictures" if seen else why)
         drawing |= dict(in_place=in_place and not seen)
         rollouts = [
             complete(self.model, batch, keys=own, on_tokens=self._told(bar, len(batch)), **drawing)
@@ -703,6 +713,7 @@ class RolloutEngine:
                 if not direct:
                     rollout = self._in_batches(rows, params, drawing, bar, keys, seen)
                 else:
+                    self._warn_slow(decoder.no_kernels)
                     given = params, drawing, self._told(bar), kept, keys
                     rollout = self._in_turn(decoder, rows, *given)
             if kept is not None and direct:

@@ -249,7 +249,7 @@ def cannot_record(
             "mask that is ready"
         )
     kinds = {kind for kind in getattr(config, "layer_types", None) or ()}
-    kinds -= {"full_attention", "sliding_attention", "linear_attention"}
+    kinds -= {"full_attention", "sliding_attention", "linear_attention", "conv"}
     if kinds or getattr(config, "attention_chunk_size", None):
         return f"it has layers of another kind: {', '.join(sorted(kinds)) or 'attention in chunks'}"
     for name, module in model.named_modules():

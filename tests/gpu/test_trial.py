@@ -88,6 +88,7 @@ def test_a_float32_model_under_autocast_is_believed(name):
 
 
 @pytest.mark.filterwarnings("ignore:A .* is drawn from through its modules")
+@pytest.mark.filterwarnings("ignore:completions are drawn slowly")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "gpt-oss"])
 def test_a_fault_is_found_and_what_is_drawn_is_the_modules(name, dtype):

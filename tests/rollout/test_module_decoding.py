@@ -2,6 +2,7 @@
 penalties, adapters; what is not recorded, and why."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,6 +51,7 @@ FAMILIES = {
     "Olmo2": {},
     "Cohere": {},
     "GPT2": {},
+    "Lfm2": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     "Qwen3_5Text": dict(
         num_hidden_layers=4,
         layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"],
@@ -271,13 +273,22 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize(
     "name",
-    ["Llama", "Qwen2 quick", "Gemma3Text", "Gemma2 eager", "Qwen3Moe", "GPT2", "Qwen3_5Text"],
+    [
+        "Llama",
+        "Qwen2 quick",
+        "Gemma3Text",
+        "Gemma2 eager",
+        "Qwen3Moe",
+        "GPT2",
+        "Lfm2",
+        "Qwen3_5Text",
+    ],
 )
 def test_a_trial_that_succeeds(name, as_on_a_gpu):
     assert try_to_record(tiny(name)) is None
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3 quick", "Gemma3Text", "Qwen3_5Text"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3 quick", "Gemma3Text", "Lfm2", "Qwen3_5Text"])
 @torch.no_grad()
 def test_a_step_is_the_same_calls_on_the_same_tensors(name):
     "What a recording needs: calls that are played again, and none of Python, make the next token."
@@ -413,11 +424,13 @@ def test_a_part_has_room_for_what_a_step_takes(monkeypatch):
 
 def test_a_completion_that_fits_only_a_cache_that_grows(as_on_a_gpu, monkeypatch):
     model = tiny("Llama", **UNREAD)
-    engine, params, ways = (
+    engine, params, ways, slow = (
         RolloutEngine(model, None),
         SamplingParams(temperature=0, max_tokens=20, stop_token_ids=()),
         [],
+        [],
     )
+    monkeypatch.setattr(engine, "_warn_slow", slow.append)
     run = ModuleRows.run
     monkeypatch.setattr(
         ModuleRows, "run", lambda self, *args: ways.append(type(self)) or run(self, *args)
@@ -435,6 +448,7 @@ def test_a_completion_that_fits_only_a_cache_that_grows(as_on_a_gpu, monkeypatch
     with pytest.raises(MemoryError, match="up to 20 tokens after a prompt of 11"):
         engine.generate(PROMPTS[:1], params)
     assert ways == [ModuleRows, ModuleDecoder]
+    assert slow == ["there is no room for a cache of full size", None]
 
 
 def test_a_trial_that_does_not(as_on_a_gpu, monkeypatch):
@@ -493,6 +507,21 @@ def test_the_engine_takes_this_way(as_on_a_gpu, monkeypatch):
         RolloutEngine(model, None, through_modules=True).way
         == "through the model's modules: as asked"
     )
+
+
+def test_a_gpu_that_draws_slowly_says_so(monkeypatch):
+    model, slow = tiny("Llama", **UNREAD), []
+    engine = RolloutEngine(model, None)
+    monkeypatch.setattr(engine, "_warn_slow", slow.append)
+    engine.generate(PROMPTS, SamplingParams(max_tokens=2))
+    assert slow == [cannot_record(model)]
+    monkeypatch.undo()
+    engine.model = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.warns(UserWarning, match="drawn slowly, .* none recorded: it has a hook") as warned:
+        for engine.through_modules in (False, True):
+            engine._warn_slow("it has a hook")
+            engine._warn_slow(None)
+    assert len(warned) == 1
 
 
 def test_a_recording_that_fails_is_a_warning(monkeypatch):
