@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections import Counter
 from configparser import ConfigParser
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 from xml.etree import ElementTree
@@ -584,6 +585,25 @@ def upward(path):
 
 def test_imports_point_one_way():
     assert not offenders(MODULES, upward)
+
+
+def uses(path):
+    "Modules of ours that one imports, in functions too; a name of the front door is its module's."
+    door = {f"grpo_nb.{name}": f"grpo_nb.{module}" for name, module in grpo_nb._rooms.items()}
+    return {door.get(name, name) for name in imports(path)}
+
+
+def test_no_imports_in_a_circle():
+    graph = {}
+    for path in MODULES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        graph[name] = uses(path)
+    circle = None
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+    assert circle is None and "grpo_nb.rollout.module_decoding" in graph["grpo_nb.rollout.engine"]
 
 
 def test_algorithm_is_torch_and_the_standard_library():
