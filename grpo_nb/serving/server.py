@@ -19,8 +19,7 @@ import torch
 from tqdm import tqdm
 
 from ..rollout.arrivals import Arrivals, in_rounds
-from ..rollout.engine import share_prompts
-from ..rollout.rollout import Rollout, end_at_text
+from ..rollout.rollout import Rollout, end_at_text, share_prompts
 from ..rollout.sampling import SamplingParams
 from .adapter_versions import AdapterVersions, WeightVersions, faults, settings_of
 from grpo_nb.serving.addresses import (
