@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['check_launch', 'check_arguments', 'check_config', 'at_home', 'check_evaluation', 'check_drawn_one_way',
-           'rows_for_environments', 'Given', 'Seeing', 'Weighed', 'Drawing', 'Parts', 'Reporting']
+           'rows_for_environments', 'Given', 'Seeing', 'Weighed', 'Drawing', 'Parts', 'Reporting', 'Open', 'Asked']
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #08b4c144
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
+from huggingface_hub import CommitInfo
+from transformers import TrainerControl
 
 # %% ../../nbs/training/29_trainer_parts.ipynb #435c3785
 from ..algorithm.batching import BatchLayout
@@ -28,6 +31,7 @@ from ..model.pictures import has_pictures, sight_of
 from ..rollout.engine import RolloutEngine
 from ..rollout.rollout import default_stop_token_ids
 from ..rollout.sampler import FunctionSampler, Sampler
+from ..rollout.sampling import SamplingParams
 from ..rollout.turns import NO_PROMPT, Environments, TurnSampler, may_show
 from ..serving.colocated import VLLMOfRun
 from ..serving.stream import check_in_flight
@@ -438,7 +442,7 @@ class Parts(Drawing):
         losses_of = self.policy_update.losses_without_update
         self.evaluator = self.evaluator_class(config, *scored, losses_of)
 
-# %% ../../nbs/training/29_trainer_parts.ipynb #3e101fce
+# %% ../../nbs/training/29_trainer_parts.ipynb #9a18ef5d
 class Reporting(Parts):
     "What a run says, and what it leaves behind."
 
@@ -484,3 +488,123 @@ class Reporting(Parts):
     def tell(self, event: str) -> None:
         "Call the method `event` of every callback, `on_save` for instance."
         self.callbacks.tell(event)
+
+    @contextmanager
+    def ends_vllm(self):
+        "A vLLM that was started here ends if what is done inside fails."
+        try:
+            yield
+        except BaseException:
+            if self.vllm:
+                self.vllm.close()
+            raise
+
+    def place(self) -> dict[str, float]:
+        "Where the run stands, as records have it."
+        return {"step": self.state.global_step, "epoch": round(self.state.epoch or 0.0, 4)}
+
+    def add_record(self, numbers: dict[str, Any]) -> None:
+        """What `trainer.log(numbers)` does: one more record, with step and epoch, for the log, the
+        trackers and the callbacks."""
+        named = {name: reporting.plain(value) for name, value in numbers.items()}
+        self.callbacks.tell_numbers({**named, **self.place()})
+
+# %% ../../nbs/training/29_trainer_parts.ipynb #cb0f736d
+class Open(Reporting):
+    "What scripts read."
+
+    @property
+    def log_history(self) -> list[dict[str, Any]]:
+        "Every record of the run, oldest first; `state.log_history` ends with a summary, too."
+        return [record for record in self.log.history if "train_runtime" not in record]
+
+    def finished(self) -> bool:
+        "Whether all updates are made, or a callback has set `should_training_stop`."
+        return self.state.finished or self.callbacks.control.should_training_stop
+
+    @property
+    def sampler(self) -> Sampler:
+        "The object that draws the completions: the engine, or one around `rollout_func`."
+        return self.source.sampler
+
+    @property
+    def sampling(self) -> SamplingParams:
+        "How completions are drawn."
+        return self.source.params
+
+    @sampling.setter
+    def sampling(self, params: SamplingParams) -> None:
+        self.source.use(params=params)
+
+    @property
+    def reward_funcs(self) -> list[Callable]:
+        "The reward functions; a list that is put in its place counts from the next cycle on."
+        return self.source.reward_funcs
+
+    @reward_funcs.setter
+    def reward_funcs(self, functions: list[Callable]) -> None:
+        self.source.use(reward_funcs=functions)
+
+    @property
+    def rollout_func(self) -> Callable | None:
+        "The function or sampler that draws in place of the engine; None: the engine draws."
+        own = self.sampler is self.engine or isinstance(self.sampler, TurnSampler)
+        return None if own else getattr(self.sampler, "function", self.sampler)
+
+    @rollout_func.setter
+    def rollout_func(self, function: Callable | None) -> None:
+        check_drawn_one_way(function, self.tools, self.environments)
+        self.source.use(sampler=self.sampler_of(function))
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        "The completions of the last cycle with their rewards and advantages."
+        return self.collector.samples
+
+    @property
+    def hints_given(self) -> list[str]:
+        "The hints that this run has printed, oldest first."
+        return self.hint_writer.given
+
+    @property
+    def control(self) -> TrainerControl:
+        "The flags that callbacks set: `should_save`, `should_training_stop` and so on."
+        return self.callbacks.control
+
+# %% ../../nbs/training/29_trainer_parts.ipynb #5d85567a
+class Asked(Open):
+    "What scripts call."
+
+    def save_model(
+        self,
+        path: str | Path | None = None,  # None: output_dir
+        **others: Any,  # passed on to the model's own save_pretrained
+    ) -> None:
+        """Save the model (of an adapter, the adapter alone) and the tokenizer in the formats of
+        transformers and PEFT; with `push_to_hub=True` upload them."""
+        folder = Path(path or self.config.output_dir)
+        self.checkpointer.save_model(folder, **others)
+        if self.repository:
+            self.hub.push(folder, "Model save")
+
+    def push_to_hub(
+        self,
+        commit_message: str = "End of training",
+        blocking: bool = True,  # False: upload in the background
+        **others: Any,  # token, revision and private, and what `create_model_card` takes
+    ) -> CommitInfo | Future | None:  # None: not the first process
+        "Save the model in output_dir, and upload it with its card."
+        self.callbacks.tell("on_push_begin")
+        folder = Path(self.config.output_dir)
+        self.checkpointer.save_model(folder)
+        if not self.accelerator.is_main_process:
+            return None
+        return self.hub.push(folder, commit_message, blocking, **others)
+
+    def add_callback(self, callback: Any) -> None:  # a TrainerCallback, or the class of one
+        "Add a callback; it is called after those that are there."
+        self.callbacks.handler.add_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:  # the object, or its class
+        "Remove a callback."
+        self.callbacks.handler.remove_callback(callback)
