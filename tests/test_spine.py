@@ -252,6 +252,15 @@ def test_no_solution_stands_in_its_lesson(lesson):
     assert "<summary>Solution</summary>" not in text
 
 
+def test_each_class_of_the_trainer_is_used_before_the_next_one_is_written():
+    code = [source for kind, source in cells_of("training/19_trainer") if kind == "code"]
+    written = [re.findall(r"^class (\w+)", source, re.M) for source in code]
+    exported = [i for i, source in enumerate(code) if "#| export" in source and written[i]]
+    assert len(exported) >= 8
+    for i, end in zip(exported, [*exported[1:], len(code)]):
+        assert re.search(rf"\({written[i][-1]}\b", "\n".join(code[i + 1 : end])), written[i]
+
+
 def head_of(lesson):
     "(minutes, its promises) as the first cell gives them."
     source = cells_of(lesson)[0][1].partition("<!-- /course -->")[2]
