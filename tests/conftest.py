@@ -35,11 +35,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 # the files that take longest, the longest first: at their end no process is left with one alone
-LONG = """test_distributed test_leaving test_compile test_colocated test_sandbox test_trainer
-test_checkpoint test_laptops test_isolated_rewards test_procedural test_demo test_sharding
-test_filter_kernels test_dashboard test_repo test_judge test_game2048 test_hints test_server
-test_stand_in test_export test_attention test_loading test_stream test_damaged_checkpoints test_cli
-test_dense_kernels test_masks test_attacks""".split()
+LONG = """test_repo test_colab test_distributed test_leaving test_sharding test_browser test_ready
+test_compile test_colocated test_rehearse test_sandbox test_trainer test_checkpoint test_laptops
+test_benchmarks_sharded test_isolated_rewards test_procedural test_demo test_filter_kernels
+test_dashboard test_wheel test_judge test_game2048 test_hints test_server test_stand_in test_export
+test_attention test_loading test_stream test_damaged_checkpoints test_cli test_dense_kernels
+test_masks test_attacks""".split()
 
 
 @pytest.hookimpl(trylast=True)  # when the tests that are not asked for have gone
