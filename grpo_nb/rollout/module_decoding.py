@@ -252,8 +252,9 @@ class PreallocatedLayer(DynamicLayer):
 def keeps_state(
     layer: object,  # of a cache of transformers
 ) -> bool:
-    "Whether a layer's cache is a state of fixed size, changed in place."
-    return type(layer).__name__ == "LinearAttentionLayer" and not getattr(layer, "record_past", 0)
+    "Whether a layer's cache is a state of fixed size, changed in place, or nothing at all."
+    kinds = "LinearAttentionLayer", "DummyLayer"
+    return type(layer).__name__ in kinds and not getattr(layer, "record_past", 0)
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #d53bea55
 def extra_bytes(
@@ -346,12 +347,12 @@ class ModuleDecoder(ModuleRows):
         # slots of each layer; None where it keeps a state, and needs no mask
         read = [None if keeps_state(x) else min(x.size, self.reach) for x in layers]
         slots = {n: column % n for n in set(read) if n}
-        masks = {n: self.mask(visible_slots(column, first, n)) for n in slots} | {None: None}
+        masks = {n: self.mask(visible_slots(column, first, n)) for n in slots}
         for layer, n in zip(layers, read):
             if n:
                 layer.reach, layer.slot = n, slots[n]
         kinds = getattr(self.config, "layer_types", None) or ["all"]
-        given = {kind: masks[n] for kind, n in zip(kinds, read)}
+        given = dict.fromkeys(kinds) | {kind: masks[n] for kind, n in zip(kinds, read) if n}
         given = masks[read[0]] if len(set(kinds)) == 1 else given
         return self.model(
             input_ids=self.last[:, None],
@@ -429,7 +430,7 @@ def cannot_record(
             "mask that is ready"
         )
     kinds = {kind for kind in getattr(config, "layer_types", None) or ()}
-    kinds -= {"full_attention", "sliding_attention", "linear_attention", "conv"}
+    kinds -= {"full_attention", "sliding_attention", "linear_attention", "conv", "mlp", "moe"}
     if kinds or getattr(config, "attention_chunk_size", None):
         return f"it has layers of another kind: {', '.join(sorted(kinds)) or 'attention in chunks'}"
     for name, module in model.named_modules():

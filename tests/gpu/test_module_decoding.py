@@ -35,6 +35,13 @@ FAMILIES = {
     "Lfm2": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     "Mistral": dict(sliding_window=16),
     "Gemma3": MIXED,
+    "Gemma4": MIXED
+    | dict(
+        num_kv_shared_layers=2,
+        global_head_dim=32,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+    ),
     "Gemma2": MIXED | dict(query_pre_attn_scalar=16, attn_implementation="eager"),
     "Qwen3_5": dict(
         num_hidden_layers=4,
@@ -57,7 +64,7 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def tiny(family, dtype=torch.float32, **more):
-    name = f"{family}Text" if family in ("Gemma3", "Qwen3_5") else family.split()[0]
+    name = f"{family}Text" if family in ("Gemma3", "Gemma4", "Qwen3_5") else family.split()[0]
     settings = (
         dict(
             vocab_size=64,

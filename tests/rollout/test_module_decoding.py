@@ -46,6 +46,13 @@ FAMILIES = {
     "Phi3": dict(sliding_window=7),
     "Gemma3Text": MIXED,
     "Gemma2 eager": MIXED | dict(query_pre_attn_scalar=8),
+    "Gemma4Text": MIXED  # the last two layers have no cache, and read the keys of the two before
+    | dict(
+        num_kv_shared_layers=2,
+        global_head_dim=16,
+        vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+    ),
     "Qwen3Moe": EXPERTS,
     "GptOss eager": dict(sliding_window=6, num_local_experts=4, num_experts_per_tok=2),
     "Olmo2": {},
@@ -278,6 +285,7 @@ def as_on_a_gpu(monkeypatch):
         "Qwen2 quick",
         "Gemma3Text",
         "Gemma2 eager",
+        "Gemma4Text",
         "Qwen3Moe",
         "GPT2",
         "Lfm2",
