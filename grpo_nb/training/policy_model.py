@@ -501,12 +501,13 @@ class Precision:
         # for bfloat16
         weights: torch.dtype | None = None,
     ):
-        on_gpu = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        self.name = config.precision(
-            on_gpu if device.type == "cuda" else bool(config.bf16)
-        )  # "bf16", "fp16" or "no"
+        on_gpu = device.type == "cuda"
+        has = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else config.bf16
+        self.name = config.precision(bool(has))  # "bf16", "fp16" or "no"
         if weights == torch.float16 and config.bf16 is None:
             self.name = "fp16"
+        if on_gpu and self.name == "no" and config.bf16 is None:
+            warn("this card has no bfloat16, so the run is in float32: fp16=True is much faster")
         self.dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": None}[self.name]
         self.device_type = device.type
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.name == "fp16")

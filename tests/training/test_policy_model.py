@@ -1,5 +1,7 @@
 "Models as a run takes them: what is wrapped, frozen, recomputed, refused."
 
+import warnings
+
 import pytest
 import torch
 from dense_models import dense_model
@@ -15,6 +17,7 @@ from grpo_nb.training.policy_logprobs import (
     reads_a_row,
 )
 from grpo_nb.training.policy_model import (
+    Precision,
     describe_trainable,
     load_policy,
     quicken,
@@ -135,6 +138,18 @@ def test_another_family_or_a_named_attention_stays_as_it_is(name):
     named = {"attn_implementation": "sdpa"} if name == "Llama" else None
     assert not quicken(model, GRPOConfig(model_init_kwargs=named))
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("bfloat16", [False, True])
+@pytest.mark.parametrize("asked", [None, False])
+def test_float32_on_a_card_without_bfloat16_is_said_if_nobody_asked(bfloat16, asked, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bfloat16)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        precision = Precision(GRPOConfig(bf16=asked), torch.device("cuda"))
+    assert precision.name == ("bf16" if bfloat16 and asked is None else "no")
+    slow = not bfloat16 and asked is None
+    assert ["fp16=True is much faster" in str(one.message) for one in said] == [True] * slow
 
 
 @pytest.mark.full  # with the extra [gpu], whose bitsandbytes computes on a CPU too
