@@ -42,7 +42,7 @@ def eager(
     mask: Mask,  # which keys each query sees
     scale: float,  # scores are multiplied by this
 ) -> torch.Tensor:  # (B, Hq, Lq, D) in q's dtype; computed in float32 or wider
-    "The formula. It keeps all scores, Hq x Lq x Lk of them for each sequence."
+    "The formula. It computes all scores at once, Hq x Lq x Lk of them for each sequence."
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[1], q.shape[1] // k.shape[1]  # (Hk, G)
     scores = (
