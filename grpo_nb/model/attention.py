@@ -476,8 +476,10 @@ def flash(
     """The third fast form: a kernel without sinks, corrected. On a GPU for what `choose_backend`
     gives it; on a CPU for full layers, query 0 at key 0, and `sdpa` computes the others."""
     others = torch.is_tensor(mask.offset) or mask.offset > 0 or mask.window is not None
-    if sinks is None or others and not q.is_cuda:
+    if others and not q.is_cuda:
         return sdpa(q, k, v, sinks, mask, scale)
+    # none is one of weight 0
+    sinks = q.new_full(q.shape[1:2], -torch.inf) if sinks is None else sinks
     last = mask.offset + q.shape[2]
     k, v = k[:, :, :last], v[:, :, :last]
     # a short prompt before the queries: rows of zeros cost less than the slower kernel

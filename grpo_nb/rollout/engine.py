@@ -367,8 +367,7 @@ class RolloutEngine:
     def _warn_slow(self, why):
         "Say that a GPU draws slowly, and why; None: it does not."
         if why and self.model.device.type == "cuda" and not self.through_modules:
-            way = "completions are drawn slowly, each step sent to the GPU call by call"
-            warnings.warn(f"{way} and none recorded: {why}", stacklevel=4)
+            warnings.warn(f"completions are drawn slowly, no step is recorded: {why}", stacklevel=4)
 
     def encode(
         self,

@@ -1,6 +1,7 @@
 """Attention with sinks on a CUDA device: every backend against the formula in float64, against
 transformers' FlexAttention path, memory, recompilations. (pytest -m gpu)"""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,9 @@ LONG = {
     "padded": (777, dict(pad_lens=[0, 300])),
     "after a short prompt": (777, dict(offset=150)),
     "after a long one": (777, dict(offset=300)),
+    # dense models that are loaded by name have none
+    "without sinks, padded": (777, dict(pad_lens=[0, 300])),
+    "without sinks, after a short prompt": (777, dict(offset=150)),
 }
 
 
@@ -115,6 +119,9 @@ def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
     length, given = LONG[name]
     offset = given.get("offset", 0)
     inputs, upstream = tensors(2, 16, 4, length, length + offset, 64, dtype)
+    attend = sink_attention
+    if name.startswith("without sinks"):
+        inputs, attend = inputs[:3], functools.partial(sink_attention, sinks=None)
     options = {
         key: torch.tensor(value, device="cuda") if key == "pad_lens" else value
         for key, value in given.items()
@@ -132,11 +139,11 @@ def test_long_full_layers_by_cudnn(name, dtype, bound, parts, monkeypatch):
         == expected
     )
     truth = value_and_gradients(
-        sink_attention, [x.double() for x in inputs], upstream.double(), backend="eager", **options
+        attend, [x.double() for x in inputs], upstream.double(), backend="eager", **options
     )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         ours = errors(
-            value_and_gradients(sink_attention, inputs, upstream, backend="flash", **options), truth
+            value_and_gradients(attend, inputs, upstream, backend="flash", **options), truth
         )
     calls = {
         event.key: event.count for event in profile.key_averages() if "cudnn_attention" in event.key

@@ -180,6 +180,16 @@ def test_rows_that_see_nothing_are_zero_and_their_gradients_finite(never_few, wi
         )
 
 
+def test_a_kernel_without_sinks_takes_padding_too(never_few, monkeypatch):
+    "And not in pieces of queries, which a dense model's long rows would be cut into."
+    inputs, upstream = tensors(0, 2, 2, 2, 70, 70, 16, False)
+    options = dict(pad_lens=torch.tensor([0, 30]))
+    truth = value_and_gradients(sink_attention, inputs, upstream, backend="eager", **options)
+    monkeypatch.setattr(attention, "sdpa", None)
+    ours = value_and_gradients(sink_attention, inputs, upstream, backend="flash", **options)
+    assert largest_difference(ours, truth) < 1e-10
+
+
 @pytest.mark.parametrize(
     "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)]
 )

@@ -525,7 +525,9 @@ def test_a_gpu_that_draws_slowly_says_so(monkeypatch):
     assert slow == [cannot_record(model)]
     monkeypatch.undo()
     engine.model = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.warns(UserWarning, match="drawn slowly, .* none recorded: it has a hook") as warned:
+    with pytest.warns(
+        UserWarning, match="drawn slowly, no step is recorded: it has a hook"
+    ) as warned:
         for engine.through_modules in (False, True):
             engine._warn_slow("it has a hook")
             engine._warn_slow(None)
