@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['DTYPES', 'WANTED', 'NOT_WANTED', 'SMALLEST', 'Stored', 'read_header', 'read_checkpoint', 'find_folder', 'read_config',
            'read_tokenizer', 'released_class', 'towers', 'in_towers', 'released_files', 'towers_in_16_bits', 'skeleton',
-           'Form', 'forms', 'Step', 'match', 'read_stored', 'nf4', 'keep_gradients', 'empty_blocks', 'pack_dense',
-           'unpack_experts', 'read_parameter', 'in_form']
+           'Form', 'forms', 'Step', 'match', 'read_stored', 'nf4', 'keep_gradients', 'round_like_torch', 'empty_blocks',
+           'pack_dense', 'unpack_experts', 'read_parameter', 'in_form']
 
 # %% ../../nbs/model/23_stored_weights.ipynb #81ccd0d7
 import copy
@@ -427,7 +427,7 @@ def match(
     steps = [Step(name, wanted[name], sources) for name, sources in found.items()]
     return sorted(steps, key=lambda step: place[step.sources[0].name])
 
-# %% ../../nbs/model/23_stored_weights.ipynb #f6a5caff
+# %% ../../nbs/model/23_stored_weights.ipynb #d73c2136
 def read_stored(source: Stored) -> torch.Tensor:
     "A tensor of a file, memory-mapped: its pages are read from disk at the first access."
     with safe_open(source.file, framework="pt") as file:
@@ -455,7 +455,25 @@ def keep_gradients(
             if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
                 module.state_dict()  # which puts them back
 
+# %% ../../nbs/model/23_stored_weights.ipynb #ad81eaa3
+def round_like_torch(
+    model: torch.nn.Module,  # with bitsandbytes' layers in 4 bits, or without
+) -> None:
+    """Under autocast torch's linear layers return 16 bits, and those in 4 bits the format of their
+    input: from now on they return 16 bits as well."""
+    for module in model.modules():
+        four_bits = hasattr(module._parameters.get("weight"), "quant_state")
+        if four_bits and _in_autocast not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_in_autocast)
 
+
+def _in_autocast(module, inputs):
+    "The input of a layer in the format that autocast computes in."
+    (x,) = inputs
+    mixed = torch.is_autocast_enabled(x.device.type)
+    return x.to(torch.get_autocast_dtype(x.device.type)) if mixed else x
+
+# %% ../../nbs/model/23_stored_weights.ipynb #a58bc503
 def empty_blocks(
     shape: tuple[int, int, int],  # of experts (E, in, out)
     device: torch.device | str,

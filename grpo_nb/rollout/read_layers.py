@@ -35,8 +35,10 @@ class CannotRead(Exception):
     "A model's layers cannot be read as plain tensors, for the reason given."
 
 
-# hooks of these only collect outputs, or gather the weights that a process has a share of
+# hooks of these only collect outputs, gather the weights that a process has a share of, or round
+# an input as a decoder rounds it
 COMPUTE_NOTHING = ("transformers.", "torch.distributed.fsdp.", "grpo_nb.training.sharding")
+COMPUTE_NOTHING += ("grpo_nb.model.stored_weights",)
 
 
 def changed_forward(module: torch.nn.Module) -> str | None:  # what changes it; None: nothing

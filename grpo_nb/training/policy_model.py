@@ -34,6 +34,7 @@ from ..model.pictures import SIGHTS, load_processor
 from grpo_nb.model.stored_weights import (
     keep_gradients,
     released_class,
+    round_like_torch,
     skeleton,
     towers,
     towers_in_16_bits,
@@ -158,8 +159,8 @@ def load_named(
 def for_adapters(
     model,  # of transformers
 ):  # the same model
-    "A quantised model is made ready for what trains beside it."
-    if getattr(model, "is_quantized", False):
+    "What a quantised model has in float16 is put in float32, where no sum overflows."
+    if getattr(model, "is_quantized", False) and model.dtype == torch.float16:
         return prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     return model
 
@@ -366,6 +367,7 @@ def load_policy(
         )
     check_attention(model)
     keep_gradients(model)
+    round_like_torch(model)
     parts = parts_to_train(model, config, sees, peft_config is not None)
     model = with_adapter(model, peft_config, parts)
     others = [

@@ -28,8 +28,10 @@ from grpo_nb.model.stored_weights import (
     read_header,
     read_parameter,
     read_tokenizer,
+    round_like_torch,
     skeleton,
 )
+from grpo_nb.rollout.read_layers import changed_forward
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 CPU = torch.device("cpu")
@@ -244,3 +246,25 @@ def test_what_is_no_model(tmp_path, plain):
             load(source)
     load(plain, lora_r=2).save_pretrained(tmp_path / "adapter")
     assert load(tmp_path / "adapter").peft_config["default"].r == 2  # gone on from
+
+
+def test_a_layer_that_keeps_its_inputs_format_rounds_as_torchs_under_autocast():
+    "A stand-in for bitsandbytes' Linear4bit, which is not installed everywhere."
+
+    class Linear4bit(torch.nn.Linear):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                y = torch.nn.functional.linear(x.bfloat16(), self.weight.bfloat16())
+            return y.to(x.dtype)
+
+    plain, layer = (kind(8, 4, bias=False) for kind in (torch.nn.Linear, Linear4bit))
+    layer.load_state_dict(plain.state_dict())
+    layer.weight.quant_state = None  # what bitsandbytes' weights have
+    for _ in range(2):
+        round_like_torch(torch.nn.ModuleList([plain, layer]))
+    assert len(layer._forward_pre_hooks) == 1 and not plain._forward_pre_hooks
+    assert changed_forward(layer) is None  # so that steps through it may be recorded
+    x = torch.randn(3, 8)
+    assert layer(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)

@@ -14,7 +14,13 @@ from small_runs import one_thread, small_model, small_trainer, weights_of, witho
 from grpo_nb.rollout.engine import RolloutEngine
 from grpo_nb.rollout.rollout import concatenate
 from grpo_nb.serving.stand_in import StandIn, serving
-from grpo_nb.training.guard import Comparison, Guard, SamplerMismatch, cause_of
+from grpo_nb.training.guard import (
+    Comparison,
+    Guard,
+    SamplerMismatch,
+    cause_of,
+    slope_is_wrong,
+)
 
 __all__ = ["one_thread"]
 LORA = dict(
@@ -210,6 +216,33 @@ def test_among_many_tokens_an_adapter_is_not_taken_for_another_order(share, said
     noise = 0.01 * torch.randn(4000, generator=g)
     found = Comparison(base + share * effect + noise, base + effect, base)
     assert said in cause_of(found, 0.1, lambda name: None)
+
+
+def simulated(effect, share, generator, rounding=0.02):
+    "Eight completions of 250 tokens; tokens differ in how far any change moves them."
+    t4 = torch.distributions.Chi2(torch.tensor(4.0))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
+        far = (1.2 * torch.randn(2000)).exp()
+        drawn = torch.randn(4, 2000) / (t4.sample((4, 2000)) / 2).sqrt()
+    added, *rounded = (far / far.square().mean().sqrt() * drawn).double()
+    sampler, trainer, base = (rounding * one for one in rounded)
+    completion = torch.arange(8).repeat_interleave(250)
+    return Comparison(share * effect * added + sampler, effect * added + trainer, base, completion)
+
+
+@pytest.mark.parametrize("effect", [0.01, 0.02, 0.03, 0.06, 0.2])
+def test_rounding_alone_stops_nothing(effect):
+    generator = torch.Generator().manual_seed(0)
+    found = [simulated(effect, 1.0, generator) for _ in range(60)]
+    assert sum(slope_is_wrong(one, 0.1, 0.25) for one in found) <= 2
+
+
+@pytest.mark.parametrize("share, least", [(0.0, 50), (0.5, 50), (0.6, 40)])
+def test_a_share_of_an_adapter_is_found_where_it_is_three_times_the_rounding(share, least):
+    generator = torch.Generator().manual_seed(0)
+    found = [simulated(0.06, share, generator) for _ in range(60)]
+    assert sum(slope_is_wrong(one, 0.1, 0.25) for one in found) >= least
 
 
 @pytest.mark.parametrize("seed", range(3))

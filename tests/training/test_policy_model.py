@@ -152,15 +152,13 @@ def test_float32_on_a_card_without_bfloat16_is_said_if_nobody_asked(bfloat16, as
     assert ["fp16=True is much faster" in str(one.message) for one in said] == [True] * slow
 
 
-@pytest.mark.full  # with the extra [gpu], whose bitsandbytes computes on a CPU too
-@pytest.mark.parametrize("drawn_before", [False, True])
-def test_an_adapter_on_four_bits_has_its_gradient_behind_a_completion(drawn_before, monkeypatch):
-    "bitsandbytes' product for drawing on a CPU has none."
+def four_bit_twins():
+    "A Qwen2, which has biases, with its layers in NF4, and one with torch's of the same values."
     bitsandbytes = pytest.importorskip(
         "bitsandbytes", reason="needs bitsandbytes: pip install grpo_nb[gpu]"
     )
     sizes = dict(hidden_size=128, intermediate_size=128, head_dim=32)
-    models = dense_model("Qwen2", **sizes), dense_model("Qwen2", **sizes)  # Qwen2 has biases
+    models = dense_model("Qwen2", **sizes), dense_model("Qwen2", **sizes)
     for name, linear in list(models[0].model.named_modules()):
         if isinstance(linear, torch.nn.Linear):
             packed = bitsandbytes.nn.Linear4bit(
@@ -172,8 +170,15 @@ def test_an_adapter_on_four_bits_has_its_gradient_behind_a_completion(drawn_befo
             known = packed.weight.data, packed.weight.quant_state
             exact = bitsandbytes.functional.dequantize_4bit(*known)
             models[1].model.get_submodule(name).weight.data = exact.float()
+    return models
+
+
+@pytest.mark.full  # with the extra [gpu], whose bitsandbytes computes on a CPU too
+@pytest.mark.parametrize("drawn_before", [False, True])
+def test_an_adapter_on_four_bits_has_its_gradient_behind_a_completion(drawn_before):
+    "bitsandbytes' product for drawing on a CPU has none."
     ids, found = torch.arange(4, 20)[None], []
-    for model in models:
+    for model in four_bit_twins():
         if drawn_before:
             with torch.no_grad():
                 model.eval()(ids)
@@ -187,3 +192,19 @@ def test_an_adapter_on_four_bits_has_its_gradient_behind_a_completion(drawn_befo
     off = 0.1 if drawn_before else 1e-3  # laying out rounds scales to bfloat16
     for own, exact in zip(*found, strict=True):
         assert (own - exact).norm() < off * exact.norm()
+
+
+@pytest.mark.full
+def test_layers_in_four_bits_round_as_torchs():
+    """In bfloat16 most of what an adapter adds after a few updates is lost in the last digit, on
+    the trainer and on the sampler alike. bitsandbytes' layers keep the float32 of their input."""
+    ids, found = torch.arange(4, 36)[None], []
+    for model in four_bit_twins():
+        torch.manual_seed(0)
+        policy = load_policy(model, PLAIN, LoraConfig(r=2, target_modules="all-linear")).eval()
+        for name, p in policy.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=1e-3)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            found.append(policy(ids).logits)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
