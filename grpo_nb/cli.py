@@ -204,6 +204,7 @@ def _ready(
         recipe.config.disable_tqdm = True
     trainer = trainer_of(recipe, tell)
     trainer.verbose = args.verbose
+    trainer.verbose_by = "--verbose"
     return trainer, recipe
 
 # %% ../nbs/91_cli.ipynb #37a1a6bc

@@ -64,21 +64,21 @@ COLLECTOR = "in a subclass of RolloutCollector, and name it in collector_class"
 SOURCE = "in a subclass of CompletionSource, and name it in source_class"
 EVALUATOR = "in a subclass of Evaluator, and name it in evaluator_class"
 CHECKPOINTER = "in a subclass of Checkpointer, and name it in checkpointer_class"
-# what to define here, and methods that subclasses of those trainers define
+# what to define here, and methods that subclasses of those trainers define, or by mistake of this
 DEFINE_INSTEAD = by_sentence(f"""
-compute_loss _compute_loss get_high_entropy_mask get_off_policy_mask get_gamma_weights
+compute_loss _compute_loss get_high_entropy_mask get_off_policy_mask get_gamma_weights loss_of
     loss_of(batch, logps, entropies, chosen) {UPDATE}
-training_step
+training_step accumulate
     accumulate(batch, whole, first_pass=True) {UPDATE}
-_get_per_token_logps_and_entropies
+_get_per_token_logps_and_entropies completion_logps
     completion_logps(policy, batch, entropy=False, routers=None) {UPDATE}
 _clip_grad_norm
     step(number) {UPDATE}
-_generate_and_score_completions _prepare_inputs get_batch_samples
+_generate_and_score_completions _prepare_inputs get_batch_samples collect
     collect(state) {COLLECTOR}
-get_train_dataloader _get_train_sampler
+get_train_dataloader _get_train_sampler draw_rows
     draw_rows(cycle) {COLLECTOR}
-_tokenize_prompts
+_tokenize_prompts prompts_of
     prompts_of(rows, numbers=None) {SOURCE}
 prediction_step evaluation_loop get_eval_dataloader _get_eval_sampler
     evaluate(rows) {EVALUATOR}

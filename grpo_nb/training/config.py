@@ -1321,12 +1321,13 @@ class GRPOConfig(
     def summary(
         self,
         num_processes: int = 1,  # devices that train side by side
+        more: str = "describe()",  # what prints the settings that follow from others
     ) -> str:  # and a line for each setting that was given and is used with another value
         "The batch sizes in a line, and how many settings follow from others."
         layout, rows = self.layout(num_processes), self.derived(num_processes)
         prompts = layout.prompts_per_generation
         drawn = f"{prompts} prompt{'s' * (prompts != 1)} x {self.num_generations} completions"
-        each = f"{layout.effective_batch_size} an update; {len(rows)} more with --verbose"
+        each = f"{layout.effective_batch_size} an update; {len(rows)} more with {more}"
         changed = [
             "{setting} = {value:g} (from {from})".format(**row)
             for row in rows

@@ -346,7 +346,7 @@ def other_base(found, bound, under):
     off = (found.sampler - off).abs().mean().item()
     without = "" if found.base is None else f"With the adapter off they differ by {off:.3g}."
     return f"""An older adapter does not explain it. {without} The sampler has another base model,
-        or the same one in another number format, or it reads the prompts as other tokens"""
+        or the same in another number format or temperature, or reads the prompts as other tokens"""
 
 
 CAUSES = (  # asked in this order; the last one always answers

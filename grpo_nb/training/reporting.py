@@ -555,8 +555,11 @@ class Log(TrainerCallback):
         self.write(logs)
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs) -> None:
-        "A record of an evaluation."
+        "A record of an evaluation; its reward is a line in the terminal."
         self.write(metrics)
+        found = [f"{n} {value:.3f}" for n, value in metrics.items() if n.endswith("_reward")]
+        if self.show and found:
+            say(f"evaluation at step {metrics['step']}: {', '.join(found)}", self.out)
 
     def __call__(
         self,

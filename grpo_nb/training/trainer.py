@@ -209,12 +209,13 @@ class Described(Judged):
     "What is printed as a run begins."
 
     verbose = False  # each setting that follows from others has a line, with what TRL does
+    verbose_by = "trainer.verbose = True"  # what asks for these lines
 
     def what_follows(self) -> str:
         "The batch sizes; with `verbose` every derived setting, and defaults that are not TRL's."
         processes = self.accelerator.num_processes
         if not self.verbose:
-            return self.config.summary(processes)
+            return self.config.summary(processes, self.verbose_by)
         unlike = unlike_trl(self.config, bool(own_balance_weight(self.model.config)))
         return self.config.describe(processes) + f"\nunlike TRL 1.16: {unlike}" * bool(unlike)
 

@@ -163,8 +163,13 @@ def check_drawn_one_way(
     rollout_func: Any,
     tools: Any,
     environments: Any,  # or what makes them
-) -> None:  # ValueError
-    "Refuse tools beside a function that draws by itself."
+) -> None:  # ValueError, TypeError
+    "Refuse tools beside a function that draws by itself, and what is neither function nor sampler."
+    if not (rollout_func is None or callable(rollout_func) or isinstance(rollout_func, Sampler)):
+        raise TypeError(
+            f"rollout_func is a {type(rollout_func).__name__}: pass a function, or a Sampler, "
+            "which has takes_token_ids, generate, publish and close"
+        )
     if rollout_func is not None and (tools or environments is not None):
         raise ValueError(
             "rollout_func draws whole completions, so tools and environment_factory would never "

@@ -1,5 +1,6 @@
 "Metrics, records, callbacks and what they write, each by itself."
 
+import io
 import json
 import time
 from contextlib import suppress
@@ -124,6 +125,14 @@ def test_the_log_hears_of_records_and_evaluations(tmp_path):
     kept = log.history
     log.rewrite(lines[:1])
     assert log.history is kept and len((tmp_path / "log.jsonl").read_text().splitlines()) == 1
+
+
+def test_the_reward_of_an_evaluation_is_a_line_in_the_terminal():
+    screen = io.StringIO()
+    found = {"step": 4, "eval_reward": 0.5, "eval_rewards/right/mean": 0.5, "eval_runtime": 2.0}
+    told([Log(None, out=screen)]).tell("on_evaluate", found)
+    told([Log(None, out=screen)]).tell("on_evaluate", {"step": 4, "test_unjudged": 1.0})
+    assert screen.getvalue() == "evaluation at step 4: eval_reward 0.500\n"
 
 
 def test_hints_are_said_once_and_not_again_after_a_resume():

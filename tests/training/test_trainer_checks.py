@@ -22,3 +22,18 @@ def test_evaluations_need_data():
     checks.check_evaluation(config, [1])
     with pytest.raises(ValueError, match="there is no eval_dataset"):
         checks.check_evaluation(config, None)
+
+
+def test_a_sampler_without_all_of_its_names_is_told_them():
+    class Mine:
+        takes_token_ids = True
+
+        def generate(self, prompts, params): ...
+
+        def publish(self, model, version): ...
+
+    with pytest.raises(TypeError, match="is a Mine: pass a function, or .* publish and close"):
+        checks.check_drawn_one_way(Mine(), None, None)
+    Mine.close = lambda self: None
+    for drawn in (Mine(), print, None):
+        checks.check_drawn_one_way(drawn, None, None)
