@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 
 from ..model.pictures import pixels_of, tokenizer_in, with_pictures
 from ..rollout.rollout import pad_left
-from .data import prompt_token_ids
+from .data import many_prompt_token_ids
 from .policy_logprobs import TrainingBatch, completion_logps
 
 # %% ../../nbs/training/18_fine_tuning.ipynb #81a3572a
@@ -25,7 +25,7 @@ def written_batch(
 ) -> TrainingBatch:  # advantages are all 1: every answer is one to be imitated
     "Prompts with worked answers, each closed by an end token, as a batch."
     reader, tokenizer = tokenizer, tokenizer_in(tokenizer)
-    prompts = [prompt_token_ids(with_pictures(row), reader) for row in rows]
+    prompts = many_prompt_token_ids([with_pictures(row) for row in rows], reader)
     prompt_ids, prompt_mask = pad_left(prompts, tokenizer.pad_token_id or 0, device)
     answers = [
         ids + [tokenizer.eos_token_id]

@@ -114,7 +114,7 @@ def start(folder, door, word):
     os._exit(0)  # else as killed
 
 for number in range(int(sys.argv[2])):
-    folder = sys.argv[1] + "/" + str(number % 3)  # new at first, then left by an earlier pair
+    folder = sys.argv[1]  # new at first, then left by an earlier pair
     door, opened = os.pipe()
     answers, word = os.pipe()
     more, end = os.pipe()
@@ -136,10 +136,10 @@ for number in range(int(sys.argv[2])):
 
 
 def test_of_two_that_start_at_the_same_moment_one_enters(tmp_path):
-    child = process(TWO_AT_ONCE, tmp_path, 30)
-    out, _ = child.communicate(timeout=100)
-    pairs = [json.loads(line) for line in out.splitlines()]
-    assert len(pairs) == 30 and child.returncode == 0
+    children = [process(TWO_AT_ONCE, tmp_path / str(k), 10) for k in range(3)]
+    told = [child.communicate(timeout=100)[0] for child in children]
+    pairs = [json.loads(line) for out in told for line in out.splitlines()]
+    assert len(pairs) == 30 and not any(child.returncode for child in children)
     for pair in pairs:
         (first, _, _), (second, _, said) = sorted(pair, key=lambda one: one[1])
         assert sorted(word for _, word, _ in pair) == ["in", "refused"], pair
