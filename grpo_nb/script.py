@@ -17,6 +17,7 @@ from collections.abc import Callable
 from html import escape
 from importlib.metadata import version
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any
@@ -71,11 +72,11 @@ def read_rows(data: DataSettings, split: str) -> Any:  # a data set, a stream or
 
     path, stream = Path(data.dataset_name), data.dataset_streaming
     if kind := FILES.get(path.suffix):
-        return load_dataset(kind, data_files={split: str(path)}, split=split, streaming=stream)
+        return load_dataset(kind, data_files=str(path), split=split, streaming=stream)
     if (path / "dataset_dict.json").exists():
         return load_from_disk(path)[split]
     if (path / "dataset_info.json").exists() and (path / "state.json").exists():
-        return load_from_disk(path)
+        return {"train": load_from_disk(path)}[split]
     return load_dataset(str(path), data.dataset_config, split=split, streaming=stream)
 
 
@@ -117,17 +118,21 @@ def load_rows(
     "The rows of one split."
     from datasets.exceptions import DatasetsError
 
+    none = f"dataset_name={data.dataset_name!r} has no rows {split!r}"
     if is_function(data.dataset_name):
         made = made_by(data.dataset_name, "dataset_name", split=split)
         parts = made if isinstance(made, tuple) else (made,)
+        takes = signature(named_object(data.dataset_name, "dataset_name")).parameters
+        if split != data.dataset_train_split and len(parts) == 1 and "split" not in takes:
+            raise ValueError(f"{none}: return a tuple of two lists, or take an argument `split`")
         return with_prompts(parts[split != data.dataset_train_split and len(parts) > 1], data)
     try:
         rows = read_rows(data, split)
     except (OSError, ValueError, KeyError, StopIteration, DatasetsError) as error:
         empty = 'it is empty; write one a line, such as {"prompt": "2+3=", "answer": 5}'
         raise ValueError(
-            f"dataset_name={data.dataset_name!r} has no rows {split!r} that can be read: "
-            f"{' '.join(str(error.__cause__ or error).split()) or empty}"
+            f"{none} that can be read: {' '.join(str(error.__cause__ or error).split()) or empty}"
+            + " ('train[:90%]' and 'train[90%:]' cut a file)" * (split == data.dataset_test_split)
         ) from error
     return with_prompts(rows, data)
 

@@ -82,6 +82,8 @@ def test_the_pages_script_and_its_reward_are_those_that_ship(tmp_path, monkeypat
 
 def test_what_is_no_row_or_no_function_is_a_sentence(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    # datasets logs to the stream of an earlier test, which is closed
+    monkeypatch.setattr("logging.raiseExceptions", False)
     (tmp_path / "none.jsonl").touch()
     (tmp_path / "none.csv").touch()
     (tmp_path / "cut.jsonl").write_text('{"prompt": "2+3=", "answer": 5')

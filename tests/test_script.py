@@ -131,6 +131,12 @@ def test_rows_of_files_folders_and_functions(tmp_path, monkeypatch):
         assert [dict(row) for row in found] == rows[:1], name
     stream = load_rows(DataSettings(dataset_name="splits", dataset_streaming=True), "train")
     assert not hasattr(stream, "__len__") and list(stream) == rows
+    file = DataSettings(dataset_name="rows.jsonl")
+    cut = [[dict(r) for r in load_rows(file, f"train[{part}]")] for part in (":75%", "75%:")]
+    assert cut == [rows[:3], rows[3:]]
+    for name in "rows.jsonl rows.json rows.csv rows.parquet one mine.py:rows".split():
+        with pytest.raises(ValueError, match=f"'{name}' has no rows 'test'"):  # those of training
+            load_rows(DataSettings(dataset_name=name), "test")
     for name in ("two", "splits"):
         with pytest.raises(ValueError, match=f"dataset_name='{name}' has no rows 'held_out'"):
             load_rows(DataSettings(dataset_name=name), "held_out")

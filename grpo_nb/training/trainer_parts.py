@@ -166,10 +166,8 @@ def check_drawn_one_way(
 ) -> None:  # ValueError, TypeError
     "Refuse tools beside a function that draws by itself, and what is neither function nor sampler."
     if not (rollout_func is None or callable(rollout_func) or isinstance(rollout_func, Sampler)):
-        raise TypeError(
-            f"rollout_func is a {type(rollout_func).__name__}: pass a function, or a Sampler, "
-            "which has takes_token_ids, generate, publish and close"
-        )
+        needs = "takes_token_ids, generate, publish and close"
+        raise TypeError(f"rollout_func is no function, and no Sampler, which has {needs}")
     if rollout_func is not None and (tools or environments is not None):
         raise ValueError(
             "rollout_func draws whole completions, so tools and environment_factory would never "
@@ -378,12 +376,10 @@ class Drawing(Weighed):
 
     def sampler_of(self, rollout_func: Callable | Sampler | None) -> Sampler:
         "A rollout function as a sampler; None: the engine."
-        if rollout_func is None and (self.tools or self.environments):
-            return self.turns()
+        if rollout_func is None:
+            return self.turns() if self.tools or self.environments else self.vllm or self.engine
         if isinstance(rollout_func, Sampler):
             return rollout_func
-        if rollout_func is None:
-            return self.vllm or self.engine
         return FunctionSampler(rollout_func, self, self.stops(), self.device)
 
     def stops(self) -> Sequence[int]:

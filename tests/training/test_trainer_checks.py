@@ -32,7 +32,7 @@ def test_a_sampler_without_all_of_its_names_is_told_them():
 
         def publish(self, model, version): ...
 
-    with pytest.raises(TypeError, match="is a Mine: pass a function, or .* publish and close"):
+    with pytest.raises(TypeError, match="no Sampler, which has takes_token_ids, .* and close"):
         checks.check_drawn_one_way(Mine(), None, None)
     Mine.close = lambda self: None
     for drawn in (Mine(), print, None):
