@@ -29,7 +29,7 @@ from grpo_nb.training.leaving import Preempted
 from grpo_nb.training.rewards import RewardError
 
 NAMES = ("every step", "inside a cycle", "windows of two cycles", "log every third step")
-FAULTS = ("raise", "nan", "hang", "SIGTERM", "SIGINT", "disk", "worker")
+FAULTS = ("raise", "inf", "hang", "SIGTERM", "SIGINT", "disk", "worker")
 
 
 class Fault:
@@ -45,8 +45,8 @@ class Fault:
             self.met = True
             if self.kind == "raise":
                 raise OSError("the judge is gone")
-            if self.kind == "nan":
-                return [float("nan")] * len(completions)
+            if self.kind == "inf":  # NaN would say that it did not judge, as None
+                return [float("inf")] * len(completions)
             if self.kind == "hang":
                 signal_in(0.05, signal.SIGTERM)
                 threading.Event().wait(120)

@@ -1,4 +1,4 @@
-"""Ten minutes of faults: rewards that raise, hang, return NaN or whose process is killed, a disk
+"""Ten minutes of faults: rewards that raise, hang, are infinite or whose process is killed, a disk
 that fills and empties, signals at random moments. Every run ends with the bits of one that nobody
 disturbed, and nothing is left behind. The seed is printed; GRPO_NB_CHAOS_SECONDS is the time."""
 
