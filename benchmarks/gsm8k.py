@@ -391,6 +391,8 @@ def judgements(arguments, model, tokenizer, prompt):
     asked, answers = test_prompts(arguments, *prompt)
     record = {}
     record["after"], texts = answered(model, tokenizer, asked, answers)
+    if arguments.greedy:
+        return record, texts
     record["after_1024"], _ = answered(model, tokenizer, asked, answers, most=1024)
     record["after_sampled"], _ = answered(model, tokenizer, asked, answers, temperature=1.0)
     for which, fresh, right_ones in fresh_prompts(arguments, *prompt):
@@ -801,6 +803,7 @@ def main():
     )
     parser.add_argument("--plain", action="store_true", help="transformers' attention and layers")
     parser.add_argument("--no-after", dest="after", action="store_false", help="train alone")
+    parser.add_argument("--greedy", action="store_true", help="judged greedily in 400 tokens alone")
     parser.add_argument("--scale", choices=("group", "batch", "none"), default="group")
     parser.add_argument("--beta", type=float, default=0.0)
     parser.add_argument("--rate", type=float, help="learning rate")
