@@ -29,7 +29,7 @@ from grpo_nb.model import attention_kernel, offload
 from grpo_nb.model.experts import ExpertWeights, LowRank
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.rollout import decode_kernels, dense_kernels, expert_kernel, filter_kernels
-from grpo_nb.rollout.decode_ops import LayerWeights, Norm, Projection
+from grpo_nb.rollout.decode_ops import DecodeState, LayerWeights, Norm, Projection
 from grpo_nb.rollout.kv_cache import LayerCache
 from grpo_nb.rollout.sampling import SamplingParams
 
@@ -210,10 +210,15 @@ def dense_step(s, B, residual, H=2560, inner=9728, D=128):
 
 
 def drawing(s, B, V=151_936):
-    "The filters of a draw."
+    "The filters of a draw, a row's stream of numbers, and what is written down."
     params = SamplingParams(top_k=50, top_p=0.95, min_p=0.05, temperature=0.7)
     uniform = s.t(B, dtype=torch.float64)
-    filter_kernels.draw(s.t(B, V), params, uniform)
+    tokens, logps, _ = filter_kernels.draw(s.t(B, V), params, uniform)
+    alive = s.t(B + 1, dtype=torch.bool)
+    kept = s.longs(B + 1, 512), s.floats(B + 1, 512), s.longs(B + 1)
+    state = DecodeState(*kept, s.ints(B + 1), s.ints(B + 1), alive)
+    decode_kernels.stream_numbers(s.longs(B), s.ints(B))
+    decode_kernels.append_tokens(s.longs(B), tokens, logps, s.longs(2), state)
 
 
 def training(s, T=2048, E=32, H=2880):

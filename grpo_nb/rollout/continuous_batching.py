@@ -20,10 +20,10 @@ from ..kernels.compile_together import compile_together
 from ..model.limits import PREFILL_TOKENS
 from . import decode_ops
 from .arrivals import Asked, Prefixes
-from .decode_ops import DecodeState, append_tokens
+from .decode_ops import DecodeState
 from .decoder import SIZES, STRIDE, Decoder, RecordedSteps, draw_tokens, read_prompts
 from .kv_cache import SlotCache
-from .sampling import SamplingParams, SurvivorRecord, stream_numbers
+from .sampling import SamplingParams, SurvivorRecord
 
 # %% ../../nbs/rollout/16_continuous_batching.ipynb #0762b7eb
 REFILL = 8  # waiting completions start once a row in so many has ended
@@ -59,14 +59,14 @@ class RowsDrawn:
 
     def draw(self, rows, normed):
         "The next token of each row (B,), after its normed hidden state (B, H)."
-        state, params, uniform = self.state, self.params, None
+        ops, state, params, uniform = self.decoder.ops, self.state, self.params, None
         if params.temperature:
-            uniform = stream_numbers(state.keys[rows], state.counts[rows])
+            uniform = ops.stream_numbers(state.keys[rows], state.counts[rows])
         seen = None if state.seen is None else state.seen[rows]
         *drawn, left = draw_tokens(self.decoder, self.decoder.logits(normed), params, seen, uniform)
         if left is not None:
             state.keep(rows, left)
-        append_tokens(rows, *drawn, self.stop, state)
+        ops.append_tokens(rows, *drawn, self.stop, state)
 
     def advance(self, rows):
         "One step of these rows (B,)."

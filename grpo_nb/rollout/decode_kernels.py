@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['MANY_ROWS', 'ONE_LOAD', 'TYPES', 'CHUNK', 'low_rank', 'project', 'attend', 'Schedule', 'schedule', 'expert_product',
-           'moe', 'BlockSums', 'Looks', 'no_sums', 'look', 'block_of', 'draw', 'pick']
+           'moe', 'BlockSums', 'Looks', 'no_sums', 'look', 'block_of', 'draw', 'pick', 'stream_numbers',
+           'append_tokens']
 
 # %% ../../nbs/rollout/11_decode_kernels.ipynb #1af77ed5
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ import triton.language as tl
 
 from ..kernels.training_kernels import code_value, scale_value
 from ..model.packed import PackedWeight
-from . import decode_ops
-from .decode_ops import LayerWeights, Projection
+from . import decode_ops, sampling
+from .decode_ops import DecodeState, LayerWeights, Projection
 from .kv_cache import LayerCache
 
 try:
@@ -996,3 +997,61 @@ def pick(
         num_warps=8,
     )
     return tokens, logps
+
+# %% ../../nbs/rollout/11_decode_kernels.ipynb #dc51d20b
+_GOLDEN, _MIX_A, _MIX_B = map(tl.constexpr, (sampling.GOLDEN, *(by for _, by in sampling.MIX)))
+
+
+@triton.jit
+def _stream_kernel(keys, positions, uniform):
+    "The number of one row's stream."
+    b = tl.program_id(0)
+    x = tl.load(keys + b) + (tl.load(positions + b).to(tl.int64) + 1) * _GOLDEN
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _MIX_A  # >> fills up with the sign
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _MIX_B
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    bits = (x >> 11) & ((1 << 53) - 1)
+    tl.store(uniform + b, bits.to(tl.float64) * 1.1102230246251565e-16)  # 2 ** -53
+
+
+def stream_numbers(
+    keys: torch.Tensor,  # (B,) int64
+    positions: torch.Tensor,  # (B,) which number of its stream, from 0
+) -> torch.Tensor:  # (B,) float64 in [0, 1)
+    "`sampling.stream_numbers` by a kernel."
+    uniform = torch.empty(len(keys), dtype=torch.float64, device=keys.device)
+    _stream_kernel[(len(keys),)](keys, positions, uniform, num_warps=1)
+    return uniform
+
+# %% ../../nbs/rollout/11_decode_kernels.ipynb #cb4eae30
+@triton.jit
+def _append_kernel(rows, tokens, logps, stop, S, state, T, SP: tl.constexpr):
+    "Append a token to one row that goes on."
+    b = tl.program_id(0)
+    row = tl.load(rows + b).to(tl.int64)
+    ids, kept, last, lengths, counts, alive = state
+    if tl.load(alive + row):
+        token, count = tl.load(tokens + b), tl.load(counts + row)
+        tl.store(ids + row * T + count, token)
+        tl.store(kept + row * T + count, tl.load(logps + b))
+        tl.store(last + row, token)
+        tl.store(counts + row, count + 1)
+        tl.store(lengths + row, tl.load(lengths + row) + 1)
+        s = tl.arange(0, SP)
+        stops = tl.load(stop + s, mask=s < S, other=-1) == token
+        tl.store(alive + row, (tl.sum(stops.to(tl.int32), 0) == 0) & (count + 1 < T))
+
+
+def append_tokens(
+    rows: torch.Tensor,  # (B,) which completion each row is
+    tokens: torch.Tensor,  # (B,) drawn
+    logps: torch.Tensor,  # (B,) their log-probs
+    stop: torch.Tensor,  # (S,) tokens that end a completion
+    state: DecodeState,  # written to
+) -> None:
+    "`decode_ops.append_tokens` by a kernel."
+    if state.seen is not None:
+        state.seen[rows, tokens] |= state.alive[rows]
+    held = state.ids, state.logps, state.last, state.lengths, state.counts, state.alive
+    given = rows, tokens, logps, stop, len(stop), held, state.ids.shape[1]
+    _append_kernel[(len(rows),)](*given, SP=triton.next_power_of_2(len(stop) or 1), num_warps=1)

@@ -16,7 +16,7 @@ from ..model.experts import ExpertWeights
 from ..model.experts_grouped import routed_experts
 from ..model.limits import PREFILL_TOKENS
 from .kv_cache import LayerCache
-from .sampling import SurvivorRecord, Survivors
+from .sampling import SurvivorRecord, Survivors, stream_numbers  # noqa: F401
 
 # %% ../../nbs/rollout/06_decode_ops.ipynb #69c0b41c
 def norm(

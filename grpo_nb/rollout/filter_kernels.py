@@ -25,6 +25,8 @@ from grpo_nb.rollout.sampling import (
     room_for_survivors,
     sample_recorded,
     sample_tokens,
+    stream_keys,
+    stream_numbers,
 )
 
 # %% ../../nbs/rollout/14_filter_kernels.ipynb #57d14555
@@ -433,13 +435,15 @@ def _draws_agree(device, dtype, rows=4, vocabulary=5000):
     "Whether tokens are drawn as by the formulas, from all and from what filters leave."
     made = dict(generator=torch.Generator(device).manual_seed(0), device=device)
     logits = 3 * torch.randn(rows, vocabulary, **made).to(dtype)
-    uniform = torch.rand(rows, dtype=torch.float64, **made)
+    stream = stream_keys(rows, 0, device), torch.arange(rows, device=device)
+    uniform = decode_kernels.stream_numbers(*stream)
     params = SamplingParams(top_k=50, top_p=0.95, min_p=0.01, temperature=0.7)
     mine = decode_kernels.draw(logits, uniform), draw(logits, params, uniform)
     whole = sample_tokens(logits, SamplingParams(), uniform=uniform)
     formula = whole, sample_recorded(logits, params, uniform=uniform)
     (few, mass), (few_there, mass_there) = mine[1][2], formula[1][2]
-    pairs = [(few.sort(-1).values, few_there.sort(-1).values)]  # whole numbers, to the last bit
+    # whole numbers, to the last bit
+    pairs = [(few.sort(-1).values, few_there.sort(-1).values), (uniform, stream_numbers(*stream))]
     near = [(mass, mass_there)]
     for (tokens, logps, *_), (tokens_there, logps_there, *_) in zip(mine, formula):
         pairs.append((tokens, tokens_there))

@@ -22,7 +22,7 @@ from grpo_nb.model.tiny import tiny_gpt_oss
 from grpo_nb.rollout import decode_kernels, decode_ops, filter_kernels
 from grpo_nb.rollout.decode_ops import DecodeState
 from grpo_nb.rollout.decoder import Decoder
-from grpo_nb.rollout.sampling import SamplingParams, stream_numbers
+from grpo_nb.rollout.sampling import SamplingParams
 
 triton = pytest.importorskip("triton")
 CPU = torch.device("cpu")
@@ -33,22 +33,24 @@ PLAIN = SamplingParams(max_tokens=4)
 
 
 def a_step(params=PLAIN):
-    "One layer of a gpt-oss, and a token drawn: a function of the two ways, and its state."
+    "One layer of a gpt-oss, a token drawn and appended: a function of the two ways, and its state."
     lengths = [5, 9, 2]
     decoder = Decoder(tiny_gpt_oss(num_hidden_layers=1, head_dim=32, sliding_window=16)[0])
     cache, state = decoder.cache(lengths, [1] * 3, 4), DecodeState.start(lengths, 4, CPU)
     state.keys, state.last = torch.arange(4), torch.full((4,), 5)
-    rows = torch.arange(3)
+    rows, stop = torch.arange(3), torch.tensor([1])
 
     def step(ops=decode_kernels):
         decoder.ops = ops
         with torch.no_grad():
             logits = decoder.logits(decoder.step(cache, state, rows, 16))
-        uniform = stream_numbers(state.keys[rows], state.counts[rows])
-        if params.top_k:
+        uniform = ops.stream_numbers(state.keys[rows], state.counts[rows])
+        tokens, logps, *_ = (
             filter_kernels.draw(logits, params, uniform)
-        else:
-            decode_kernels.draw(logits, uniform)
+            if params.top_k
+            else decode_kernels.draw(logits, uniform)
+        )
+        ops.append_tokens(rows, tokens, logps, stop, state)
 
     return step, [
         cache.layers[0].keys,
@@ -73,7 +75,7 @@ def test_nothing_is_launched_and_nothing_changes(params):
         step()
     assert all(map(torch.equal, tensors, before))
     names = {launch.kernel.fn.__name__ for launch in noted}
-    assert {"_attend_kernel", "_schedule_kernel", "_pick_token_kernel"} <= names and len(names) >= 8
+    assert {"_attend_kernel", "_schedule_kernel", "_append_kernel"} <= names and len(names) >= 9
     step()  # afterwards they run, and are those that were listed
     assert not all(map(torch.equal, tensors, before))
     launched = []

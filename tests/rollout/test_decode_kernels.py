@@ -42,8 +42,9 @@ def test_as_many_parts_as_keep_a_card_busy():
     assert all(n * p >= 264 or p == 32 for n, p in enumerate(parts, 1))
 
 
+@pytest.mark.parametrize("ops", [decode_ops, decode_kernels], ids=["torch", "kernel"])
 @pytest.mark.parametrize("stop", [(), (1,), (1, 4)])
-def test_tokens_are_appended_to_what_goes_on(stop):
+def test_tokens_are_appended_to_what_goes_on(stop, ops):
     "Row by row, as a list would be; a full batch's spare rows stay as they are."
     state = DecodeState.start([5, 3, 4], max_tokens=2, device=DEVICE)
     state.seen = torch.zeros(4, 10, dtype=torch.bool, device=DEVICE)
@@ -56,8 +57,8 @@ def test_tokens_are_appended_to_what_goes_on(stop):
                 going[i] = token not in stop and len(rows[i]) < 2
         tokens = torch.tensor([*drawn, 5, 6], device=DEVICE)
         numbers = torch.tensor([0, 1, 2, 3, 3], device=DEVICE)
-        decode_ops.append_tokens(numbers, tokens, -tokens.float(), ends, state)
-    RecordedCalls(lambda: decode_ops.append_tokens(numbers, tokens, -tokens.float(), ends, state))
+        ops.append_tokens(numbers, tokens, -tokens.float(), ends, state)
+    RecordedCalls(lambda: ops.append_tokens(numbers, tokens, -tokens.float(), ends, state))
     assert state.alive.tolist() == [*going, False] and not state.seen[3].any()
     assert state.counts.tolist() == [*map(len, rows), 0]
     assert state.lengths.tolist() == [4 + len(rows[0]), 2 + len(rows[1]), 3 + len(rows[2]), 0]

@@ -14,6 +14,8 @@ from grpo_nb.rollout.sampling import (  # noqa: E402
     SamplingParams,
     processed_log_probs,
     sample_recorded,
+    stream_keys,
+    stream_numbers,
 )
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -191,6 +193,15 @@ def test_no_threshold_lies_below_its_bound(share, dtype, monkeypatch):
     assert max(listed) == 5 and (min(listed) == 1 or share > 0.9)
 
 
+@pytest.mark.parametrize("seed", [-9, 0, 2**62])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_random_numbers_of_a_stream_are_those_of_the_formula(seed, dtype):
+    keys = stream_keys(300, seed, DEVICE)
+    positions = torch.arange(300, device=DEVICE).mul(7_158_278).to(dtype)  # up to 2**31
+    numbers = decode_kernels.stream_numbers(keys, positions)
+    assert torch.equal(numbers, stream_numbers(keys, positions))
+
+
 @pytest.mark.long
 def test_the_trial_of_drawing_finds_what_is_drawn_wrongly(monkeypatch):
     device = torch.device(DEVICE)
@@ -200,6 +211,7 @@ def test_the_trial_of_drawing_finds_what_is_drawn_wrongly(monkeypatch):
     for module, name, wrong in (
         (filter_kernels, "least_kept", lambda *a: real(*a) + 0.1),  # a few ids less
         (decode_kernels, "draw", lambda logits, uniform: (logits.argmax(-1), logits.amax(-1))),
+        (decode_kernels, "stream_numbers", lambda keys, at: torch.full_like(keys, 0.5).double()),
     ):
         filter_kernels.works.cache_clear()
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match="drawn otherwise"):
