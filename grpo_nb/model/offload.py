@@ -26,7 +26,22 @@ try:
 except ImportError:
     triton = None  # without CUDA; rows are looked up by plain torch then
 
-# %% ../../nbs/model/18_offload.ipynb #2388ad6b
+# %% ../../nbs/model/18_offload.ipynb #2e6bf2f3
+@functools.cache
+def _second_stream(device):
+    "The stream of a device's copies; None without CUDA."
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+@contextmanager
+def _aside(device):
+    "Queue the work inside `with` in the second stream, after all that is queued for the device."
+    if side := _second_stream(device):
+        side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield side
+
+# %% ../../nbs/model/18_offload.ipynb #eca2c8d4
 class HostCopy:
     "A tensor's copy in pages of host memory; they are free again with the last reference to it."
 
@@ -39,8 +54,15 @@ class HostCopy:
         self.pages, self.store, self.device = pages, store, x.device
         self.shape, self.dtype = x.shape, x.dtype
         self.order = sorted(range(x.dim()), key=x.stride, reverse=True)  # as it lies in memory
-        for page, piece in self._pairs(x):
-            page.copy_(piece, non_blocking=True)
+        self.before, self.arriving = store.before, None  # (tensor, event of its arrival)
+        store.newest.append(weakref.ref(self))
+        with _aside(x.device) as side:
+            x = x.clone() if side else x
+            cloned = side and side.record_event()
+            for page, piece in self._pairs(x):
+                page.copy_(piece, non_blocking=True)
+        if cloned:
+            torch.cuda.current_stream(self.device).wait_event(cloned)
 
     def _pairs(self, x):
         "(page, piece of the tensor) as views of uint8."
@@ -48,11 +70,24 @@ class HostCopy:
         pieces = numbers.view(torch.uint8).split(self.store.page_bytes)
         return [(page[: len(piece)], piece) for page, piece in zip(self.pages, pieces)]
 
+    def arrive(self) -> None:
+        "Begin to copy the tensor back, into new memory."
+        with _aside(self.device) as side:
+            x = torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=self.device)
+            for page, piece in self._pairs(x):
+                piece.copy_(page, non_blocking=True)
+            self.arriving = x, side and side.record_event()
+
     def fetch(self) -> torch.Tensor:  # on its device
-        "The tensor in new memory, copied back after the work that is queued already."
-        x = torch.empty_permuted(self.shape, self.order, dtype=self.dtype, device=self.device)
-        for page, piece in self._pairs(x):
-            piece.copy_(page, non_blocking=True)
+        "The tensor, copied back; with a second stream those that backward needs next set out."
+        if not self.arriving:
+            self.arrive()
+        (x, arrived), self.arriving = self.arriving, None
+        if arrived:
+            torch.cuda.current_stream(self.device).wait_event(arrived)
+            for copy in filter(None, (reference() for reference in self.before)):
+                if copy.device == self.device and not copy.arriving:
+                    copy.arrive()
         return x
 
     def __del__(self):
@@ -83,6 +118,8 @@ class HostStore:
         self.max_bytes, self.page_bytes = max_bytes, page_bytes
         self.used = self.pages = 0  # pages that hold data, and the most that did at once
         self.offloaded = self.stayed = 0  # counts of tensors; stayed: no memory was left
+        # references: to what `offload` copied last and what went beside it, and to those before
+        self.newest, self.before = [], []
 
     @property
     def host_bytes(self) -> int:
@@ -95,7 +132,10 @@ class HostStore:
         # the tensor itself if it does not fit, or is not a plain floating-point tensor
     ) -> "HostCopy | torch.Tensor":
         "Copy a tensor to the host; its device memory is free with the last reference to it."
-        return (self.offload_beside(x) or self._stay(x)) if _is_plain(x) else x
+        if not _is_plain(x):
+            return x
+        self.before, self.newest = self.newest, []
+        return self.offload_beside(x) or self._stay(x)
 
     def offload_beside(
         self,

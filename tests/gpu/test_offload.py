@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from grpo_nb.algorithm.logprobs import chunked_hidden_states_selective_log_softmax
+from grpo_nb.model import offload
 from grpo_nb.model.offload import (
     HostStore,
     gather_rows,
@@ -188,8 +189,10 @@ class Slow(torch.nn.Module):
         return x
 
 
-def test_nothing_is_read_or_written_too_early():
-    "Deep, with memory used again at once, and the queue full."
+@pytest.mark.parametrize("slow_copies", [False, True])
+def test_nothing_is_read_or_written_too_early(slow_copies):
+    """Deep, with memory used again at once, the queues full; with copies made slower than the
+    layers by a busy second stream."""
     torch.manual_seed(0)
     layers, x = [Slow() for _ in range(12)], torch.randn(1024, 2048, device="cuda")
 
@@ -204,8 +207,15 @@ def test_nothing_is_read_or_written_too_early():
 
     plain = run(lambda layer, y: checkpoint(layer, y, use_reentrant=False))
     with offload_layers(build(layers=1), store=HostStore(page_bytes=MiB)) as switch:
+
+        def call(layer, y):
+            if slow_copies:
+                with torch.cuda.stream(offload._second_stream(y.device)):
+                    torch.cuda._sleep(20_000_000)
+            return switch(layer, y)
+
         for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(run(switch), plain))
+            assert all(torch.equal(a, b) for a, b in zip(run(call), plain))
         assert switch.store.used == 0
 
 

@@ -5,11 +5,16 @@ import copy
 import functools
 import gc
 import warnings
+import weakref
+from collections import defaultdict
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     Gemma3ForCausalLM,
@@ -495,6 +500,90 @@ def test_what_is_parked_comes_back_as_it_lay_in_memory():
         torch.nn.Parameter(torch.ones(3)),
     ):
         assert store.offload(x) is x
+
+
+class Stream:
+    "A CUDA stream without CUDA: what it has done or waited for, as a number for each stream."
+
+    def __init__(self):
+        self.done = {self: 0}
+
+    def wait_event(self, event):
+        self.done = {s: max(self.done.get(s, 0), event.get(s, 0)) for s in {*self.done, *event}}
+
+    def wait_stream(self, other):
+        self.wait_event(other.done)
+
+    def record_event(self):
+        return dict(self.done)
+
+
+class Order(TorchDispatchMode):
+    """Fails where an operation in one stream does not wait for one in another that has written what
+    it reads, or used what it writes; memory goes back to the stream that it was taken for."""
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.computing, self.side = Stream(), Stream()
+        self.now, self.uses, self.back = self.computing, {}, defaultdict(list)
+        monkeypatch.setattr(offload, "_second_stream", lambda device: self.side)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        monkeypatch.setattr(torch.cuda, "stream", self.switch)
+
+    @contextmanager
+    def switch(self, stream):
+        before, self.now = self.now, stream
+        yield
+        self.now = before
+
+    def forget(self, at):
+        home, reads, writes = self.uses.pop(at)
+        self.back[home] += reads + writes if home else []
+
+    def check(self, uses):
+        assert all(self.now.done.get(stream, 0) >= number for stream, number in uses)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.now.done[self.now] += 1
+        use, given = (self.now, self.now.done[self.now]), operation._schema.arguments
+        for argument, values in zip(given, args):
+            for x in filter(torch.is_tensor, tree_leaves(values)):
+                at = x.untyped_storage().data_ptr()
+                if at in self.uses:
+                    _, reads, writes = self.uses[at]
+                    self.check(writes)
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        self.check(reads)
+                        writes.append(use)
+                    elif not operation.is_view:
+                        reads.append(use)
+        result = operation(*args, **(kwargs or {}))
+        for x in filter(torch.is_tensor, tree_leaves(result)):
+            storage = x.untyped_storage()
+            if storage.nbytes() and storage.data_ptr() not in self.uses:
+                # the allocator of pages (uint8) looks after them itself
+                home = self.now if x.dtype != torch.uint8 else None
+                self.check(self.back[home])
+                self.uses[storage.data_ptr()] = home, [], [use]
+                weakref.finalize(storage, self.forget, storage.data_ptr())
+        return result
+
+
+@pytest.mark.parametrize("start, late", [(None, 1), (1, 3)])  # of the last layer, which is full
+def test_with_a_second_stream_nothing_is_read_or_written_too_early(start, late, monkeypatch):
+    """The order of a card's streams, checked without one. All but what the last layer needs is on
+    its way when it is fetched, and nothing comes twice."""
+    model, _ = flash_model()
+    plain, arrived, fetched = gradients(model, long_loss), [], []
+    arrive, fetch = HostCopy.arrive, HostCopy.fetch
+    monkeypatch.setattr(HostCopy, "arrive", lambda copy: arrived.append(copy.shape) or arrive(copy))
+    monkeypatch.setattr(HostCopy, "fetch", lambda c: fetched.append(c.arriving) or fetch(c))
+    with offload_layers(model, store=HostStore(page_bytes=KiB), attention_from=start) as switch:
+        with Order(monkeypatch):
+            for _ in range(2):
+                assert same(gradients(model, long_loss), plain) and switch.store.used == 0
+    assert len(arrived) == len(fetched) == switch.store.offloaded
+    assert fetched.count(None) == 2 * late
 
 
 def test_a_change_in_place_after_the_copy_changes_no_gradient():
