@@ -227,3 +227,23 @@ def test_the_page_says_what_is_stored():
     assert f"the others have {means[0]} and {means[1]} on average" in text
     squares = count["0.5B"]["matmul"]["wall: matrices of other shapes"][0]
     assert squares == 7 and "Seven of 64 programs" in text
+
+
+def test_the_page_says_what_training_made_of_it():
+    page = FOLDER.parent / "nbs/tutorials/07_matmul_gpt_oss.ipynb"
+    cells = json.loads(page.read_text())["cells"]
+    text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    free, walled = (
+        json.loads((FOLDER / f"results/programs/{name}.json").read_text())
+        for name in ("matmul_open_0", "matmul_0")
+    )
+    before, after = (free[moment]["programs"]["matmul"] for moment in ("before", "after"))
+    paid = [sum(p["points_no_walls"] for p in part) / len(part) for part in (after, before)]
+    assert "{:.1f} points a program in place of {:.1f}".format(*paid) in text
+    assert f"{free['after']['drawn']['matmul']['tokens']:.0f} tokens now" in text
+    assert {p["stage"] for p in after} == {"cheats"}  # "not one would pass behind the walls"
+    rewards = [row["reward"] for row in walled["log"]]
+    assert f"from {rewards[0]:.1f} to {rewards[-1]:.1f}" in text and len(rewards) == 12
+    share = {row["step"]: row["programs/imports"] for row in free["log"]}
+    assert share[25] < 0.25 < share[26] and min(share[step] for step in range(35, 39)) > 0.95
+    assert walled["log"][-1]["programs/imports"] == round(1 / 64, 4)
