@@ -949,10 +949,11 @@ def no_sums(
 def look(
     logits: torch.Tensor,  # (B, V)
     temperature: float = 1.0,  # logits are divided by it
+    chunk: int = CHUNK,  # logits; at least a block: only `sums` is wanted
 ) -> Looks:
-    "The largest logit and the sum of exp(logit) of every 256, and of blocks of these."
+    "The largest logit and the sum of exp(logit) of every chunk, and of blocks of these."
     (B, V), size = logits.shape, block_of(logits.shape[1])
-    sums, chunk = no_sums(logits), min(size, CHUNK)
+    sums, chunk = no_sums(logits), min(size, chunk)
     blocks = sums.total.shape[1]
     tops = logits.new_empty(B, blocks * (size // chunk))
     looks = Looks(sums, tops, torch.empty_like(tops, dtype=torch.float32))
@@ -972,7 +973,8 @@ def draw(
     temperature: float = 1.0,  # logits are divided by it
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
     "One token of each row, with one random number a row; -inf is never drawn."
-    return pick(logits, uniform, look(logits, temperature).sums, temperature)
+    sums = look(logits, temperature, block_of(logits.shape[1])).sums
+    return pick(logits, uniform, sums, temperature)
 
 
 def pick(
