@@ -614,7 +614,7 @@ class RewardReports(RewardProcesses):
             )
 
 # %% ../../nbs/environments/09_isolated_rewards.ipynb #79db7f51
-class IsolatedReward(RewardReports):
+class IsolatedReward(RewardReports, contextlib.AbstractContextManager):
     "A reward function whose work is done in processes of its own; made by `isolated`."
 
     def __init__(
@@ -630,9 +630,6 @@ class IsolatedReward(RewardReports):
 
     def __reduce__(self):  # copied, or sent to another process, it starts workers of its own
         return functools.partial(isolated, self.target, **self.settings), ()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()

@@ -6,8 +6,8 @@
 __all__ = ['SOURCE_CHARACTERS', 'GRACE_S', 'REFUSAL', 'NO_FORK', 'DEADLINE', 'READING', 'IMPORTERS', 'SESSIONS', 'SandboxResult',
            'Protection', 'Trial', 'WallsMissing', 'failure', 'ways_out', 'MemoryGroup', 'SupervisorLost', 'result_of',
            'lost_result', 'interpreter', 'SupervisorLine', 'SupervisorConnection', 'BareConnection', 'checked_timeout',
-           'program_bytes', 'stop_supervisors', 'deadline', 'time_is_up', 'PoolStart', 'PoolRuns', 'SandboxPool',
-           'Session', 'run_python', 'wall_report', 'wall_lines', 'parsed', 'name_in', 'imported_by',
+           'encoded', 'program_bytes', 'stop_supervisors', 'deadline', 'time_is_up', 'PoolStart', 'PoolRuns',
+           'SandboxPool', 'Session', 'run_python', 'wall_report', 'wall_lines', 'parsed', 'name_in', 'imported_by',
            'check_only_stdlib_imports', 'SandboxError', 'SandboxTimeout', 'LockedDownFunction',
            'create_locked_down_function', 'interrupt', 'execute_with_time_limit', 'arguments_of', 'time_locked',
            'time_trusted', 'time_trusted_within', 'empty_like', 'summary', 'Benchmarker']
@@ -437,16 +437,21 @@ def checked_timeout(
     return max(min(float(timeout_s), DEADLINE.get() - time.monotonic()), 0.001)
 
 
+def encoded(value: list) -> bytes:
+    "Plain values as the supervisor takes them; a ValueError says what cannot be sent."
+    try:
+        return supervisor.encode(value)
+    except supervisor.Unsendable as error:
+        raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
+
+
 def program_bytes(source: str, entry: str, args: tuple) -> bytes:
     "A program as the supervisor takes it; a ValueError says what cannot be sent."
     if not isinstance(source, str):
         raise TypeError(f"source must be a string of Python, not {type(source).__name__}")
     if not isinstance(entry, str):
         raise TypeError(f"entry must be the name of a function, not {type(entry).__name__}")
-    try:
-        return supervisor.encode([str(source), str(entry), list(args)])
-    except supervisor.Unsendable as error:
-        raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
+    return encoded([str(source), str(entry), list(args)])
 
 
 def stop_supervisors(
@@ -590,7 +595,7 @@ class PoolRuns(PoolStart):
         return Session(connection, loaded, timeout_s, memory_mb)
 
 # %% ../../nbs/environments/07_sandbox.ipynb #f079b3e2
-class SandboxPool(PoolRuns):
+class SandboxPool(PoolRuns, contextlib.AbstractContextManager):
     """Supervisors that are kept warm, and run one program after the other, each in a process of its
     own."""
 
@@ -639,14 +644,11 @@ class SandboxPool(PoolRuns):
         self._closed = True
         self._end()
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, *_):
         self.close()
 
 # %% ../../nbs/environments/07_sandbox.ipynb #15ecd00c
-class Session:
+class Session(contextlib.AbstractContextManager):
     """One program in one process, called again and again. The process is stopped between two calls,
     so that it cannot compute ahead."""
 
@@ -667,10 +669,7 @@ class Session:
     ) -> SandboxResult:
         """Calls the program's function once more; after a time-out or a crash every call has that
         kind."""
-        try:
-            body = supervisor.encode(list(args))
-        except supervisor.Unsendable as error:
-            raise ValueError(f"args hold {error}; give arrays as lists (.tolist())") from None
+        body = encoded(list(args))
         asked = self.timeout_s if timeout_s is None else timeout_s
         limit = checked_timeout(asked, self.memory_mb)
         with self._lock:
@@ -693,9 +692,6 @@ class Session:
             if self._over is None:
                 self._over = failure("crash", "the session was closed")
             self._end()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()

@@ -14,7 +14,7 @@ import functools
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -596,7 +596,7 @@ class RecordedShapes(RecordedRoom):
         return shape
 
 # %% ../../nbs/model/19_recorded_layers.ipynb #9c8470a9
-class record_layers(RecordedShapes):
+class record_layers(RecordedShapes, AbstractContextManager):
     """Record short layers on a GPU: those that are computed again in backward, when a shape comes
     the second time, and play them from then on. `remove` puts the model back; a context manager."""
 
@@ -653,9 +653,6 @@ class record_layers(RecordedShapes):
             if vars(m).get("_gradient_checkpointing_func") is self:
                 m._gradient_checkpointing_func = self.plain
         self.drop()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         self.remove()

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -167,7 +167,7 @@ def serve_copy(threads: int) -> None:
         answers.flush()
 
 # %% ../../nbs/serving/08_stream.ipynb #5ab39b8d
-class ProcessSampler(CopySampler):
+class ProcessSampler(CopySampler, AbstractContextManager):
     "A `CopySampler` that draws in a process of its own, for a CPU with cores to spare."
 
     def __init__(
@@ -236,9 +236,6 @@ class ProcessSampler(CopySampler):
         self.interrupt()
         super().close()
 
-    def __enter__(self) -> "ProcessSampler":
-        return self
-
     def __exit__(self, *error) -> None:
         self.close()
 
@@ -266,7 +263,7 @@ class Request:
     future: Future = field(default_factory=Future)  # its rollout, or the sampler's error
 
 # %% ../../nbs/serving/08_stream.ipynb #944940eb
-class RolloutStream:
+class RolloutStream(AbstractContextManager):
     """Keeps the batches of the next `max_staleness` cycles in flight: a background thread draws
     them, and nothing else."""
 
@@ -383,9 +380,6 @@ class RolloutStream:
                 f"{type(self.sampler).__name__} still draws {CLOSE_S:g} s after the run has ended; "
                 "its thread ends with this program"
             )
-
-    def __enter__(self) -> "RolloutStream":
-        return self
 
     def __exit__(self, *error) -> None:
         self.close()
