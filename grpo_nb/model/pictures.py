@@ -6,10 +6,10 @@
 __all__ = ['PATCHES_AND_GRIDS', 'TILES', 'WHOLE_AND_SIZES', 'SIGHTS', 'COLUMNS', 'AS_DATA', 'SHOWN', 'WRITTEN', 'USED_HERE',
            'SEEING', 'PLACE', 'CHAT', 'SeenPrompt', 'pixels_of', 'rows_of', 'Sight', 'sight_of', 'joined',
            'picture_inputs', 'in_order', 'equal_pixels', 'told_apart', 'inputs_of_row', 'without_token', 'thumbnails',
-           'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt', 'with_pictures',
-           'before_text', 'as_picture', 'UnreadPicture', 'first_words', 'in_grid', 'in_lines', 'in_tiles',
-           'between_marks', 'PictureProcessor', 'load_processor', 'read_pictures', 'read_written', 'placeholder_of',
-           'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
+           'as_address', 'is_place', 'held_in', 'places_of', 'has_pictures', 'pictures_of_row', 'WrittenPrompt',
+           'with_pictures', 'before_text', 'as_picture', 'UnreadPicture', 'first_words', 'in_grid', 'in_lines',
+           'in_tiles', 'between_marks', 'PictureProcessor', 'load_processor', 'read_pictures', 'read_written',
+           'placeholder_of', 'check_sees', 'without_pixels', 'without_gaps_of', 'tokenizer_in', 'tiny_seer']
 
 # %% ../../nbs/model/28_pictures.ipynb #9b061589
 import base64
@@ -256,11 +256,17 @@ def thumbnails(
     held = getattr(prompt, "pictures", None) or map(held_in, places_of(prompt))
     found = []
     for picture in held:
-        small, written = as_picture(picture).copy(), io.BytesIO()
+        small = as_picture(picture).copy()
         small.thumbnail((SHOWN, SHOWN))
-        small.save(written, "PNG")
-        found.append(f"{AS_DATA}{base64.b64encode(written.getvalue()).decode()}")
+        found.append(as_address(small))
     return found
+
+
+def as_address(picture: Any) -> str:
+    "An address that holds a picture of PIL's itself, as the bytes of a PNG."
+    written = io.BytesIO()
+    picture.save(written, "PNG")
+    return f"{AS_DATA}{base64.b64encode(written.getvalue()).decode()}"
 
 
 def is_place(part: Any) -> bool:

@@ -477,9 +477,7 @@ def choose_parser(
 # %% ../../nbs/rollout/18_turns.ipynb #f5d2510d
 def short_call(name: str) -> list[dict]:
     "The shortest conversation that ends with a call of this tool."
-    call = {"type": "function", "function": {"name": name, "arguments": {}}}
-    asked = {"role": "user", "content": "q"}
-    return [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    return [{"role": "user", "content": "q"}, as_message("", [as_call(name, None)])]
 
 
 def turn_end(

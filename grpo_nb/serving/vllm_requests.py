@@ -7,8 +7,6 @@ __all__ = ['request_seeds', 'most_tokens', 'request_body', 'in_chat', 'in_reques
            'addressed', 'what_is_wrong', 'choices_of', 'scored', 'rollout_of', 'padded']
 
 # %% ../../nbs/serving/03_vllm_requests.ipynb #7934cbf0
-import base64
-import io
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,8 +14,8 @@ from typing import Any
 import torch
 
 from grpo_nb.model.pictures import (
-    AS_DATA,
     SeenPrompt,
+    as_address,
     as_picture,
     held_in,
     is_place,
@@ -111,10 +109,7 @@ def in_request(
     "A picture as the bytes of a PNG; other parts as they are."
     if not is_place(part):
         return without_gaps_of(part)
-    held = io.BytesIO()
-    as_picture(held_in(part)).save(held, "PNG")
-    data = base64.b64encode(held.getvalue()).decode()
-    return {"type": "image_url", "image_url": {"url": f"{AS_DATA}{data}"}}
+    return {"type": "image_url", "image_url": {"url": as_address(as_picture(held_in(part)))}}
 
 
 def with_features(
@@ -208,11 +203,9 @@ def choices_of(
             f"an answer of it has no completions: {str(answer)[:80]!r}. Give the address of a "
             "`vllm serve`"
         ) from None
-    if len(choices) != body["n"] or "abort" in reasons:
+    if len(choices) != body["n"] or any(why not in ("stop", "length") for why in reasons):
         return None
     for one in choices:
-        if one["finish_reason"] not in ("stop", "length"):
-            return None
         if read not in (None, body["prompt"][0]):
             raise ServerError(
                 f"it reads the conversation and its pictures as {len(read)} tokens, and here they "
