@@ -4,6 +4,7 @@ turn the direction of writing), lone surrogates and separators of lines, line br
 
 import unicodedata
 import warnings
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
@@ -18,6 +19,7 @@ from grpo_nb.environments.sandbox import SandboxError, SandboxPool, create_locke
 from grpo_nb.environments.verifiers import Explanation, Program
 from grpo_nb.rollout.turns import DEEPEST, as_call, parse_hermes
 from grpo_nb.training import config
+from grpo_nb.training.hints import Hints
 from grpo_nb.training.report import sample_html
 from grpo_nb.training.reporting import (
     HintWriter,
@@ -100,7 +102,8 @@ def test_lines_of_the_log_and_hints(capsys):
     say(f"hint: {ORDERS}\nsecond line")
     printed = capsys.readouterr().out
     assert shows(printed) and printed.count("\n") == 2
-    writer = HintWriter(small_config_of(), "no", Log(None), lambda: ORDERS)
+    hints = partial(Hints, small_config_of(), passed_over=lambda: ORDERS)
+    writer = HintWriter(hints, Log(None))
     for step in range(40):
         logs = {"step": step, "num_tokens": 1, "completions/clipped_ratio": 1.0}
         writer.on_log(None, None, None, logs=logs)

@@ -761,12 +761,8 @@ class ProgressBar(TrainerCallback):
 class HintWriter(TrainerCallback):
     "Prints a hint, once, when numbers of the log stay wrong for a while."
 
-    config: GRPOConfig
-    precision: str  # "bf16", "fp16" or "no"
+    fresh: Callable[[], Hints]  # makes those of a run, of which none has been given yet
     log: Log  # hints are printed where its table is
-    # the token that looks like an end inside completions that were cut, if there is one
-    passed_over: Callable[[], str | None] = lambda: None
-    dropout: float = 0.0  # the largest of the model
     collector: Any = None  # of its `samples` one is shown where a short run learnt nothing
 
     def __post_init__(self):
@@ -775,7 +771,7 @@ class HintWriter(TrainerCallback):
 
     def begin(self) -> None:
         "No hint has been given yet."
-        self.hints = Hints(self.config, self.precision, self.passed_over, self.dropout)
+        self.hints = self.fresh()
         self.given: list[str] = []
 
     def replay(

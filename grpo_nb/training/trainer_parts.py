@@ -463,9 +463,8 @@ class Reporting(Parts):
         self.bar = reporting.ProgressBar(config, self.notes, accelerator.is_main_process)
         ended = partial(getattr, self.collector, "passed_over")
         dropout = max((share for *_, share in dropouts(self.model)), default=0.0)
-        self.hint_writer = reporting.HintWriter(
-            config, self.precision.name, self.log, ended, dropout, self.collector
-        )
+        hints = partial(reporting.Hints, config, self.precision.name, ended, dropout)
+        self.hint_writer = reporting.HintWriter(hints, self.log, self.collector)
         samples = reporting.SampleWriter(config, accelerator, self.collector, self.log)
         trackers = reporting.Trackers(config, accelerator)
         ours = [self.log, trackers, samples, self.hint_writer, self.bar]

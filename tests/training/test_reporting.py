@@ -4,6 +4,7 @@ import io
 import json
 import time
 from contextlib import suppress
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from transformers import TrainerCallback, TrainerState
 
 from grpo_nb import GRPOConfig
+from grpo_nb.training.hints import Hints
 from grpo_nb.training.reporting import (
     OWN,
     Callbacks,
@@ -147,7 +149,7 @@ def test_hints_are_said_once_and_not_again_after_a_resume():
         for s in range(1, 30)
     ]
     log = Log(None, show=False)
-    whole, resumed = (HintWriter(GRPOConfig(), "no", log) for _ in range(2))
+    whole, resumed = (HintWriter(partial(Hints, GRPOConfig()), log) for _ in range(2))
     for record in stuck:
         whole.on_log(None, None, None, logs=record)
     whole.on_log(None, None, None, logs={"step": 30, "note": 1.0})  # no record of training
@@ -208,7 +210,7 @@ def test_reporting_that_fails_is_one_warning(tmp_path):
 
 def test_hints_without_a_file_are_said(tmp_path):
     (tmp_path / "hints.jsonl").mkdir()
-    writer = HintWriter(GRPOConfig(), "no", Log(tmp_path / "log.jsonl", show=False))
+    writer = HintWriter(partial(Hints, GRPOConfig()), Log(tmp_path / "log.jsonl", show=False))
     stuck = [{"step": i, "frac_reward_zero_std": 1.0, "reward": 0.0} for i in range(40)]
     with pytest.warns(UserWarning, match="hints.jsonl cannot be written"):
         for record in stuck:
