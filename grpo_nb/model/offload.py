@@ -54,7 +54,7 @@ class HostCopy:
         self.pages, self.store, self.device = pages, store, x.device
         self.shape, self.dtype = x.shape, x.dtype
         self.order = sorted(range(x.dim()), key=x.stride, reverse=True)  # as it lies in memory
-        self.before, self.arriving = store.before, None  # (tensor, event of its arrival)
+        self.before, self.arriving = store.before, None  # (tensor, event); (): has arrived
         store.newest.append(weakref.ref(self))
         with _aside(x.device) as side:
             x = x.clone() if side else x
@@ -82,11 +82,11 @@ class HostCopy:
         "The tensor, copied back; with a second stream those that backward needs next set out."
         if not self.arriving:
             self.arrive()
-        (x, arrived), self.arriving = self.arriving, None
+        (x, arrived), self.arriving = self.arriving, ()
         if arrived:
             torch.cuda.current_stream(self.device).wait_event(arrived)
             for copy in filter(None, (reference() for reference in self.before)):
-                if copy.device == self.device and not copy.arriving:
+                if copy.device == self.device and copy.arriving is None:
                     copy.arrive()
         return x
 
@@ -118,7 +118,7 @@ class HostStore:
         self.max_bytes, self.page_bytes = max_bytes, page_bytes
         self.used = self.pages = 0  # pages that hold data, and the most that did at once
         self.offloaded = self.stayed = 0  # counts of tensors; stayed: no memory was left
-        # references: to what `offload` copied last and what went beside it, and to those before
+        # references to copies that backward needs together: the newest, and those before
         self.newest, self.before = [], []
 
     @property
@@ -132,10 +132,7 @@ class HostStore:
         # the tensor itself if it does not fit, or is not a plain floating-point tensor
     ) -> "HostCopy | torch.Tensor":
         "Copy a tensor to the host; its device memory is free with the last reference to it."
-        if not _is_plain(x):
-            return x
-        self.before, self.newest = self.newest, []
-        return self.offload_beside(x) or self._stay(x)
+        return (self.offload_beside(x) or self._stay(x)) if _is_plain(x) else x
 
     def offload_beside(
         self,
@@ -271,6 +268,7 @@ class offload_layers:
             and torch.is_tensor(args[0])
             and args[0].shape[1:2].numel() >= self.attention_from
         )
+        self.store.before, self.store.newest = self.store.newest or self.store.before, []
         contexts = _KeptAttention(self.store, *self.contexts()).contexts if long else self.contexts
         with saved_tensors_hooks(self.store.offload, _fetch):
             return checkpoint(
@@ -318,7 +316,10 @@ def offload_hidden(
     def pack(x):
         stays = type(x) is not torch.Tensor or x.nbytes < min_bytes
         stays = stays or x.untyped_storage().data_ptr() in weights()
-        return x if stays else store.offload(x)
+        if stays:
+            return x
+        store.before, store.newest = store.newest or store.before, []
+        return store.offload(x)
 
     with saved_tensors_hooks(pack, _fetch):
         yield

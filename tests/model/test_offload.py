@@ -586,6 +586,27 @@ def test_with_a_second_stream_nothing_is_read_or_written_too_early(start, late, 
     assert fetched.count(None) == 2 * late
 
 
+def test_all_inputs_of_a_layer_are_on_their_way_and_none_comes_twice(monkeypatch):
+    "Gemma 4 gives each of its layers two."
+    layers, inputs = [torch.nn.Bilinear(8, 8, 8) for _ in range(4)], torch.randn(2, 3, 5, 8)
+
+    def run(call):
+        x, y = leaves = [x.clone().requires_grad_() for x in inputs]
+        for layer in layers:
+            x = call(layer, x, y)
+        return torch.autograd.grad(x.sin().sum(), [*leaves, *(layer.weight for layer in layers)])
+
+    plain, arrived, fetched = run(functools.partial(checkpoint, use_reentrant=False)), [], []
+    arrive, fetch = HostCopy.arrive, HostCopy.fetch
+    monkeypatch.setattr(HostCopy, "arrive", lambda copy: arrived.append(copy.shape) or arrive(copy))
+    monkeypatch.setattr(HostCopy, "fetch", lambda c: fetched.append(c.arriving) or fetch(c))
+    with offload_layers(build(layers=1), store=HostStore(page_bytes=KiB)) as switch:
+        with Order(monkeypatch):
+            assert all(torch.equal(a, b) for a, b in zip(run(switch), plain, strict=True))
+    assert len(arrived) == len(fetched) == switch.store.offloaded == 8
+    assert fetched.count(None) == 2  # of the last layer
+
+
 def test_a_change_in_place_after_the_copy_changes_no_gradient():
     class Layer(torch.nn.Module):
         def forward(self, x):
