@@ -462,16 +462,17 @@ def round_like_torch(
     """Under autocast torch's linear layers return 16 bits, and those in 4 bits the format of their
     input: from now on they return 16 bits as well."""
     for module in model.modules():
-        four_bits = hasattr(module._parameters.get("weight"), "quant_state")
-        if four_bits and _in_autocast not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_in_autocast)
+        weight = isinstance(module, torch.nn.Linear) and module._parameters.get("weight")
+        hooks = module._forward_pre_hooks.values()
+        if hasattr(weight, "quant_state") and _in_autocast not in hooks:
+            module.register_forward_pre_hook(_in_autocast, with_kwargs=True)
 
 
-def _in_autocast(module, inputs):
+def _in_autocast(module, inputs, named):
     "The input of a layer in the format that autocast computes in."
-    (x,) = inputs
+    (x,) = *inputs, *named.values()
     mixed = torch.is_autocast_enabled(x.device.type)
-    return x.to(torch.get_autocast_dtype(x.device.type)) if mixed else x
+    return (x.to(torch.get_autocast_dtype(x.device.type)) if mixed else x,), {}
 
 # %% ../../nbs/model/23_stored_weights.ipynb #a58bc503
 def empty_blocks(

@@ -72,6 +72,8 @@ def why_no_kernels(
     "Why the Triton kernels cannot decode such a model on this device."
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return "the decoding kernels need a GPU and Triton"
+    if device.index != torch.cuda.current_device():  # which Triton launches on
+        return f"it is on {device}, and the current device is cuda:{torch.cuda.current_device()}"
     windows = [window for window in windows if window]
     powers = all(n > 0 and n & (n - 1) == 0 for n in (head_dim, num_experts or 1, *windows))
     if dtype == torch.float64 or not powers or head_dim < 32 or min(windows, default=16) < 16:

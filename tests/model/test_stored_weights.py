@@ -267,4 +267,15 @@ def test_a_layer_that_keeps_its_inputs_format_rounds_as_torchs_under_autocast():
     x = torch.randn(3, 8)
     assert layer(x).dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)
+        for given in (layer(x), layer(x=x)):
+            torch.testing.assert_close(given, plain(input=x), rtol=0, atol=0)
+
+
+def test_a_table_in_four_bits_still_takes_token_ids():
+    "As bitsandbytes' Embedding4bit, which is no linear layer."
+    table, ids = torch.nn.Embedding(5, 4), torch.tensor([3, 1])
+    expected = torch.nn.functional.embedding(ids, table.weight)
+    table.weight.quant_state = None
+    round_like_torch(table)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(table(ids), expected, rtol=0, atol=0)

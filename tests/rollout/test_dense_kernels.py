@@ -156,6 +156,7 @@ def test_an_old_card_is_asked_to_draw_and_a_new_one_is_not(monkeypatch):
     def why(capability, experts, head_dim=64):
         tried.clear()
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         return decoder.why_no_kernels(card, torch.float16, head_dim, experts, (None, 128))
 
     assert why((8, 0), None) is None and not tried
@@ -164,6 +165,14 @@ def test_an_old_card_is_asked_to_draw_and_a_new_one_is_not(monkeypatch):
     assert "sizes" in why((7, 5), None, head_dim=96) and not tried
     works[0] = False
     assert why((7, 5), None) == "a trial of the kernels that draw failed on this card"
+
+
+def test_kernels_do_not_decode_on_a_card_that_is_not_the_current_one(monkeypatch):
+    "Triton launches on the current one, and a step would be recorded there."
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    given = torch.float16, 64, None, (None,)
+    said = decoder.why_no_kernels(torch.device("cuda", 1), *given)
+    assert said == "it is on cuda:1, and the current device is cuda:0"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="is about a card that is not there")
