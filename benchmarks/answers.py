@@ -17,11 +17,15 @@ def wilson(count, of):
     return max(0.0, (middle - half) / (1 + spread)), min(1.0, (middle + half) / (1 + spread))
 
 
-def bootstrap(values, draws=2000):
-    "The mean of problems' values, and 95 % by a bootstrap over problems."
+def mean(values):
+    return sum(values) / len(values)
+
+
+def bootstrap(values, draws=2000, of=mean):
+    "The mean of problems' values, or `of` them, and 95 % by a bootstrap over problems."
     rng, count = random.Random(0), len(values)
-    means = sorted(sum(rng.choices(values, k=count)) / count for _ in range(draws))
-    return sum(values) / count, means[draws // 40], means[-draws // 40 - 1]
+    found = sorted(of(rng.choices(values, k=count)) for _ in range(draws))
+    return of(values), found[draws // 40], found[-draws // 40 - 1]
 
 
 def interval(marks, before, draws=2000):
