@@ -1,11 +1,12 @@
-"""benchmarks/train_step.py, context.py, at_size.py, grpo_step.py and decode_modules.py without a
-GPU: every path with a tiny model in this process, the search, the tables, the children."""
+"""benchmarks/train_step.py, context.py, at_size.py, grpo_step.py, decode_modules.py and versions.py
+without a GPU: every path with a tiny model, the search, the tables, the children."""
 
 import argparse
 import importlib
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from grpo_nb.model import attention, limits
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = ("train_step", "grpo_step", "context", "at_size", "decode_modules", "vllm_reads")
-NAMES += ("dense_step", "pictures", "on_cards")
+NAMES += ("dense_step", "pictures", "on_cards", "versions")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -589,6 +590,41 @@ def test_one_script_makes_every_table_of_the_page():
     page = (FOLDER.parent / "docs/how_fast.md").read_text()
     assert set(re.findall(r"images/fast_(\w+)\.svg", page)) <= found.keys()
     assert not [script for script in found.values() if f"benchmarks/{script}" not in page]
+
+
+def test_the_page_says_of_versions_what_was_stored(scripts, capsys):
+    page = (FOLDER.parent / "docs/how_fast.md").read_text()
+    page = page.split("## Before and after")[1].split("\n## ")[0]
+    for record, name in zip(
+        json.loads((FOLDER / "results/versions.json").read_text()), ("now", "main")
+    ):
+        scripts["versions"].show(record)
+        assert all(commit in page for commit in record["commits"].values())
+        for found in record["cases"].values():
+            for told in (found["old"], found[name]):
+                seconds = statistics.median(told["seconds"])
+                shown = f"{seconds:.3f}".lstrip("0") if seconds < 1 else f"{seconds:.2f}"
+                assert shown in page, (shown, found)
+    for one in re.findall(r"x ([\d.]+) \(([\d.]+) to ([\d.]+)\)", capsys.readouterr().out)[7:]:
+        middle, low, high = (number.removeprefix("0") for number in one)
+        assert f"{middle} ({low} to {high})" in page
+
+
+@pytest.mark.long
+def test_two_versions_take_turns(tmp_path):
+    root = FOLDER.parent
+    command = [sys.executable, str(FOLDER / "versions.py"), f"old={root}", f"now={root}"]
+    command += ["--out", str(tmp_path), "--small", "--cases", "draw", "grpo", "--rounds", "2"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert not ran.returncode, ran.stderr + (tmp_path / "old.log").read_text()
+    (record,) = json.loads((tmp_path / "versions.json").read_text())
+    assert list(record["cases"]) == ["draw, 8 rows", "draw, 64 rows", "grpo, 64 completions"]
+    for found in record["cases"].values():
+        assert list(found) == ["old", "now"] and found["old"]["tokens"] == found["now"]["tokens"]
+        assert all(
+            len(told["seconds"]) == 2 and min(told["seconds"]) > 0 for told in found.values()
+        )
+    assert len(re.findall(r"; x [\d.]+ \(", ran.stdout)) == 3
 
 
 def test_every_table_of_the_page_names_machine_versions_and_day():
