@@ -216,9 +216,9 @@ def test_shards_are_in_the_checkpoint_after_a_signal(case, tmp_path):
     for folder in (stopped, whole):
         folder.mkdir()
     steps, seconds, said, status = preempted(stopped, send, pause=pause, **options)
-    # whoever leaves waits 8 s for those who do not notice it
-    assert steps == [step] and status == 1, said[-3000:]
-    assert seconds < (40 if case == "a rank dies" else 8), said[-3000:]
+    assert steps == [step] and status == 1, said[-3000:]  # none where a rank is not met
+    # the others wait 25 s for one that is never written; a busy machine needs ten without that
+    assert seconds < (40 if case == "a rank dies" else 20), said[-3000:]
     done = torchrun(whole, "resumed", json.dumps([str(stopped)]), json.dumps(shards), timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     goes_on(stopped, whole)
