@@ -39,6 +39,7 @@ from .adapters import low_rank_adapters, read_lora
 from .limits import NO_ROOM, naming_a_full_disk
 from .loading import choose_dtype
 from .mxfp4 import BLOCK, dequantize, has_float64, quantize
+from .offload import base_causal_model
 from .packed import EXPERTS, FrozenWeight, PackedWeight, experts_of
 from grpo_nb.model.stored_weights import (
     DTYPES,
@@ -351,11 +352,6 @@ def _stored_tensors(base):
                 yield f"{plain}.{name}" if plain else name, module, name, tensor
 
 # %% ../../nbs/model/26_export.ipynb #780e8eeb
-def _base_of(model):
-    "The model inside PEFT's, or the model itself."
-    return model.get_base_model() if isinstance(model, PeftModel) else model
-
-
 def _checked_wrappers(base):
     "{id of a base module: PEFT's layers around it}, each checked to be mergeable."
     wrappers = {}
@@ -384,7 +380,7 @@ def adapted_weights(
             "which adds to the prompt and not to weights: only LoRA can be merged; "
             "save_adapter keeps it"
         )
-    base, found, seen = _base_of(model), [], {}
+    base, found, seen = base_causal_model(model), [], {}
     wrappers = _checked_wrappers(base)
     for name, module, parameter, tensor in _stored_tensors(base):
         deltas = _deltas(wrappers.get(id(module), []), parameter, tensor.dim() == 2)
@@ -400,7 +396,7 @@ def is_untied(
 ) -> bool:
     "Whether a head that the config calls tied is a weight of its own: trained whole, or adapted."
     names = {weight.name for weight in adapted_weights(model)}
-    return bool(names & {*_base_of(model).all_tied_weights_keys})
+    return bool(names & {*base_causal_model(model).all_tied_weights_keys})
 
 # %% ../../nbs/model/26_export.ipynb #ed600374
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # in a header of safetensors
@@ -725,7 +721,7 @@ QUANTIZATION = {
 
 def _write_settings(model, folder, dtype, quantization, tokenizer):
     "Write generation settings, tokenizer and, last, config.json."
-    base = _base_of(model)
+    base = base_causal_model(model)
     config = copy.deepcopy(base.config)
     if is_untied(model):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
@@ -797,7 +793,7 @@ def _write_model(
         files = write_shards(partial, [_counted(tensors, bar) for tensors in lazy], shard_size)
         read_checkpoint(partial)  # checks that every file has the length in its header
         _write_settings(model, partial, dtype, quantization, tokenizer)
-        _copy_processors(_base_of(model), partial)
+        _copy_processors(base_causal_model(model), partial)
     export = Export(Path(path).expanduser(), total, files, rows)
     if not quiet:
         print(_summary(export, time.perf_counter() - start))
@@ -846,7 +842,7 @@ def save_merged(
         return dtype if weight.is_floating_point() or _is_nf4(weight) else weight.dtype
 
     lazy = [_dense_tensor(weight, target(weight.weight), rows) for weight in found]
-    base = _base_of(model)
+    base = base_causal_model(model)
     lazy = as_released(base, found, lazy) if towers(base) else with_released_names(base, lazy)
     to = dict(tokenizer=tokenizer, shard_size=shard_size, overwrite=overwrite, quiet=quiet)
     return _write_model(model, path, lazy, rows, dtype, None, **to)
@@ -870,7 +866,7 @@ def save_mxfp4(
 ) -> Export:
     """Save a gpt-oss in the layout of the released checkpoints, with its active adapters merged.
     Experts are rounded to MXFP4, all else to bfloat16. The model is not changed."""
-    base, rows = _base_of(model), []
+    base, rows = base_causal_model(model), []
     names = _expert_names(base)
     if not names:
         raise ValueError(

@@ -19,12 +19,11 @@ def prompt_grid(
     layout: BatchLayout,
     cycles: int = 2,  # generation cycles to lay side by side
     shuffle: bool = False,  # as trained on (True) or as drawn (False)
-    seed: int = 0,  # of the random order
 ) -> (
     np.ndarray
 ):  # (num_processes * per_device_train_batch_size, cycles * micro_batches_per_cycle) prompt numbers
     "The schedule as a grid of prompt numbers, steps from left to right."
-    prompts = [batch.prompts for batch in layout.schedule(cycles, shuffle, seed)]
+    prompts = [batch.prompts for batch in layout.schedule(cycles, shuffle, seed=0)]
     return np.array(prompts).reshape(cycles * layout.micro_batches_per_cycle, -1).T
 
 # %% ../../nbs/widgets/03_batch.ipynb #498510c5

@@ -135,12 +135,11 @@ class BoardWidget(component("board")):
 
 def board_widget(
     record: GameRecord | None = None,  # None: a new game
-    interval_ms: int = 150,  # between two pictures of a replay
 ) -> BoardWidget:  # `moves` follows the reader's hand; `move` moves the picture
     "Play 2048, or watch a game again."
     names = ("moves", "target", "size")
     held = {name: getattr(record, name) for name in names} if record else {}
-    return BoardWidget(seed=str(record.seed if record else 8), interval_ms=interval_ms, **held)
+    return BoardWidget(seed=str(record.seed if record else 8), **held)
 
 # %% ../../nbs/widgets/10_board.ipynb #61c1f6b8
 class PacmanWidget(component("pacman")):
