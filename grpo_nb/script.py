@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['FILES', 'KNOWN', 'rewards_of', 'read_rows', 'conversation', 'with_prompts', 'load_rows', 'device_of', 'read_to',
            'made_model', 'named_model', 'target_names', 'with_adapter', 'model_of', 'trainer_of', 'train_and_save',
-           'machine', 'version_doubts', 'impatient', 'unreachable', 'lacking', 'run_folder', 'ready', 'causes',
-           'next_cell', 'RunCard', 'planned_for', 'run_card']
+           'machine', 'version_doubts', 'impatient', 'unreachable', 'lacking', 'run_folder', 'ready', 'next_cell',
+           'RunCard', 'planned_for', 'run_card']
 
 # %% ../nbs/89_script.ipynb #b45feda9
 import os
@@ -19,7 +19,6 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any
 from urllib.parse import urlencode
 
@@ -34,7 +33,7 @@ from . import __web__
 from .compat.trl import GRPOTrainer
 from .model import adapters
 from .model.attention import has_sinks
-from .model.limits import is_disk_full
+from .model.limits import causes, is_disk_full, takes_less
 from .model.loading import choose_dtype, load_model
 from .model.memory_bytes import GiB, longest_sequence
 from .model.stored_weights import read_config
@@ -408,21 +407,9 @@ def ready(
 
 # %% ../nbs/89_script.ipynb #83bd6e6a
 _THEN = "; then restart the session (Runtime, Restart session) and run the page from its first cell"
-_FULL = {  # rooms that an error of memory came through -> what takes less
-    "grpo_nb.training.policy_": "train in smaller pieces (mini_batch=8, gradient_checkpointing=True"
-    ", offload_activations=True in GRPOConfig)",
-    "grpo_nb.rollout.": "draw shorter completions (max_completion_length in GRPOConfig)",
-    "": "load a smaller model, or the same one with load_in_4bit=True",
-}
 _AWAY = {"ConnectionError", "ConnectError", "ConnectTimeout", "ReadTimeout", "TimeoutError"}
 _AWAY |= {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "HfHubHTTPError", "ProxyError"}
 _AWAY |= {"ReadError", "RemoteProtocolError", "ChunkedEncodingError", "IncompleteRead"}
-_NO_ROOM = "'t allocate memory", "Cannot allocate memory", "out of memory", "_ALLOC_FAILED"
-
-
-def causes(error: BaseException | None) -> list[BaseException]:
-    "An error, and those that it came from."
-    return [error, *causes(error.__cause__ or error.__context__)] if error else []
 
 
 def next_cell(error: BaseException) -> str | None:  # None: it is of another kind
@@ -435,9 +422,7 @@ def next_cell(error: BaseException) -> str | None:  # None: it is of another kin
         return "Next: delete what is not needed, then run this cell again (or dashboard.run's)."
     if "no kernel image" in said:  # PyTorch was not built for a card as old as this
         return f"Next: {_CHOOSE}."
-    if kinds & {"OutOfMemoryError", "MemoryError"} or any(words in said for words in _NO_ROOM):
-        ran = [f.f_globals.get("__name__", "") for e in chain for f, _ in walk_tb(e.__traceback__)]
-        what = next(way for room, way in _FULL.items() if any(n.startswith(room) for n in ran))
+    if what := takes_less(error):
         kept = "A run whose folder is kept goes on from its newest checkpoint."
         return f"Next: {what}{_THEN}. {kept}"
     if kinds & {"MessageError"} or said == "mount failed":  # Colab's words, of a Drive refused

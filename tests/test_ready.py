@@ -370,6 +370,8 @@ def test_memory_in_training(tmp_path):
     trainer.model.model.layers[0].register_full_backward_pre_hook(out_of_memory)
     with pytest.raises(torch.OutOfMemoryError) as met:
         trainer.train()
+    assert str(met.value).startswith("memory ran out: train in smaller pieces (mini_batch=8, ")
+    assert "vllm_gpu_memory_utilization. CUDA out of memory. Tried" in str(met.value)
     said = next_cell(met.value)
     assert said.startswith("Next: train in smaller pieces (mini_batch=8, ")
     assert "run the page from its first cell. A run whose folder is kept goes on" in said

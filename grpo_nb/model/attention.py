@@ -309,13 +309,11 @@ def _cudnn_works(device, dtype, G, D):
         )
         given = out, q, k, k, out, lse, *random, None, None, None, CUDNN_STEP, CUDNN_STEP
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, 0.0, True, scale=1.0)
-    except torch.OutOfMemoryError:
-        raise  # not about cuDNN, so the result is not remembered
     except RuntimeError as error:
         warnings.warn(
             f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on "
-            f"{torch.cuda.get_device_name(device)} ({str(error)[:200]}): long layers take "
-            "other kernels, which are slower",
+            f"{torch.cuda.get_device_name(device)} ({limits.lasting(error)[:200]}): long layers "
+            "take other kernels, which are slower",
             stacklevel=2,
         )
         return False

@@ -6,9 +6,10 @@
 __all__ = ['SHORTEST_CUDNN', 'LARGEST_HEAD', 'SMALL_SCORES', 'PART_BYTES', 'GRADIENT_BYTES', 'KEPT_FROM', 'UNPACKED',
            'ROWS_OF_ONE', 'PAIRS_BACKWARD', 'PAIRS_FORWARD', 'RECORDED_TOKENS', 'RECORDED_MULTIPLE', 'WIDE_PAIRS',
            'SLICES', 'ROWS_PER_CHUNK', 'PREFILL_TOKENS', 'PAGE', 'MOST_DRAWN_TOGETHER', 'KERNELS', 'TRANSFORMERS_NAMES',
-           'TRITON_CAPABILITY', 'CUDNN_CAPABILITY', 'FAMILIES', 'NO_ROOM', 'CUT_OFF', 'asked_kernel', 'is_old',
-           'prefers_cudnn', 'choose_kernel', 'Family', 'family_of_type', 'DiskFull', 'written_aside', 'write_text',
-           'json_text', 'write_json', 'has_room', 'is_disk_full', 'naming_a_full_disk']
+           'TRITON_CAPABILITY', 'CUDNN_CAPABILITY', 'FAMILIES', 'NO_ROOM', 'CUT_OFF', 'MORE_ROOM', 'asked_kernel',
+           'is_old', 'prefers_cudnn', 'choose_kernel', 'Family', 'family_of_type', 'DiskFull', 'written_aside',
+           'write_text', 'json_text', 'write_json', 'has_room', 'is_disk_full', 'naming_a_full_disk', 'causes',
+           'takes_less', 'in_a_line', 'lasting']
 
 # %% ../../nbs/model/04_limits.ipynb #0a41c006
 from dataclasses import dataclass
@@ -211,6 +212,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any
 
 # %% ../../nbs/model/04_limits.ipynb #e6f86857
@@ -330,3 +332,44 @@ def naming_a_full_disk(
         free = shutil.disk_usage(place).free / 2**20
         sentence = f"the disk is full: {place} has {free:,.1f} MiB left; make room there"
         raise DiskFull(errno.ENOSPC, sentence) from error
+
+# %% ../../nbs/model/04_limits.ipynb #5d0c1a71
+_FULL_WORDS = "'t allocate memory", "Cannot allocate memory", "out of memory", "_ALLOC_FAILED"
+_LESS = {  # rooms that an error of memory came through -> what takes less
+    "grpo_nb.training.rewards": "let the reward function named above hold less",
+    "grpo_nb.training.policy_": "train in smaller pieces (mini_batch=8, gradient_checkpointing=True"
+    ", offload_activations=True in GRPOConfig; a new run: per_device_train_batch_size)",
+    "grpo_nb.rollout": "draw shorter completions (max_completion_length) or fewer (max_batch_size)",
+    "": "load a smaller model, or the same one with load_in_4bit=True",
+}
+MORE_ROOM = "end other processes on the GPU, or lower vllm_gpu_memory_utilization"
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    "An error, and those that it came from."
+    return [error, *causes(error.__cause__ or error.__context__)] if error else []
+
+
+def takes_less(error: BaseException) -> str | None:  # None: it is of another kind
+    "What to change after an error that means full memory, of a GPU or of the host."
+    chain = causes(error)
+    kinds, said = {type(one).__name__ for one in chain}, " ".join(map(str, chain))
+    if not kinds & {"OutOfMemoryError", "MemoryError"} and not any(w in said for w in _FULL_WORDS):
+        return None
+    ran = [f.f_globals.get("__name__", "") for e in chain for f, _ in walk_tb(e.__traceback__)]
+    return next(way for room, way in _LESS.items() if any(n.startswith(room) for n in ran))
+
+
+def in_a_line(error: BaseException) -> str:
+    "The kind of an error and its first line; of full memory, what leaves more."
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"memory ran out: {MORE_ROOM}" if takes_less(error) else said
+
+
+def lasting(error: BaseException) -> str:  # torch's OutOfMemoryError in place of full memory's
+    "`in_a_line` of an error that tells how a model or a card is, and may be remembered."
+    if takes_less(error):
+        import torch
+
+        raise torch.OutOfMemoryError(str(error)) from error
+    return in_a_line(error)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from .experts_grouped import UNPACK_ALL, checkpoint_contexts, draws_numbers
 from .fused_layers import has_hooks
+from .limits import in_a_line
 from .masks import Mask
 from .memory_fit import free_memory, keep_back
 from .packed import FrozenWeight
@@ -563,13 +564,14 @@ class RecordedShapes(RecordedRoom):
             shape = self.shape_of(x, room)
             return None if shape is None else self.find_in(shape, function, x, room)
         except Exception as error:  # CannotRecord, out of memory, a kernel that does not fit
-            if failed := not isinstance(error, CannotRecord):
+            told, why = self.tells and self.refused is None, str(error)
+            if not isinstance(error, CannotRecord):
+                told, why = not self.failed, in_a_line(error)
                 self.forget_failed()
-            if self.refused is None and (self.tells or failed):
-                warnings.warn(
-                    f"a layer could not be recorded, and runs call by call: {error}", stacklevel=2
-                )
-            self.refused = str(error)
+            if told:
+                said = f"a layer could not be recorded, and runs call by call: {why}"
+                warnings.warn(said, stacklevel=2)
+            self.refused = why
 
     def shape_of(
         self,

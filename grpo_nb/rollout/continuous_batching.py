@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..kernels.compile_together import compile_together
-from ..model.limits import PREFILL_TOKENS
+from ..model.limits import PREFILL_TOKENS, in_a_line
 from . import decode_ops
 from .arrivals import Asked, Prefixes
 from .decode_ops import DecodeState
@@ -177,7 +177,7 @@ class RowsBegun(RowsDrawn):
             with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 compile_together(work)
         except Exception as error:  # the rollout may do without it
-            warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)
+            warnings.warn(f"kernels are compiled one by one: {in_a_line(error)}", stacklevel=2)
 
 # %% ../../nbs/rollout/16_continuous_batching.ipynb #49b78fd6
 class RowsEnded(RowsBegun):

@@ -18,6 +18,7 @@ from transformers import GptOssForCausalLM, PreTrainedModel
 from ..model.adapters import expert_weights
 from ..model.attention import sink_attention
 from ..model.float8 import Float8Weight
+from ..model.limits import in_a_line
 from ..model.masks import attention_mask
 from ..model.memory_bytes import longest_sequence
 from . import decode_ops
@@ -30,7 +31,6 @@ from grpo_nb.rollout.read_layers import (
     check_rotation,
     check_tensors,
     family_of,
-    in_a_line,
     read_dense_layer,
     read_norm,
     read_projection,
@@ -408,8 +408,7 @@ def open_decoder(
     except (CannotRead, ValueError) as error:
         return None, str(error)
     except Exception as error:  # a family of the table that is built otherwise
-        trials.say(model, why := f"its layers cannot be read: {in_a_line(error)}")
-        return None, why
+        return None, trials.say(model, f"its layers cannot be read: {in_a_line(error)}")
     if decoder.ops is not decode_ops:
         way = "Triton kernels, recorded"
     elif dense and decoder.device.type == "cuda":  # recorded modules are faster than plain tensors
@@ -474,6 +473,8 @@ class RecordedSteps:
         return graph
 
     def _record(self, size, advance):
+        from grpo_nb.rollout.module_decoding import record_graph
+
         static = torch.full((size,), self.spare, device=self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -481,10 +482,7 @@ class RecordedSteps:
             # once for real, on the spare row: kernels are compiled, libraries set up
             advance(static)
         torch.cuda.current_stream(self.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            advance(static)
-        return graph, static
+        return record_graph(lambda: advance(static), self.pool), static
 
 # %% ../../nbs/rollout/10_decoder.ipynb #b071ccab
 STRIDE = 16  # steps between two looks at which rows have ended, on a GPU

@@ -14,6 +14,7 @@ import torch
 
 from ..kernels.compile_together import is_noting
 from ..model.experts import ExpertWeights
+from ..model.limits import lasting
 from ..model.packed import PackedWeight
 
 try:
@@ -371,7 +372,7 @@ def compiles(
     except Exception as error:
         warnings.warn(
             f"triton {triton.__version__} cannot compile the kernel for packed experts "
-            f"({type(error).__name__}: {error}): they are decoded by a slower one",
+            f"({lasting(error)}): they are decoded by a slower one",
             stacklevel=2,
         )
         return False

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..model.limits import lasting
 from . import decode_kernels
 from .decode_kernels import CHUNK, BlockSums, Looks, look, no_sums, pick
 from grpo_nb.rollout.sampling import (
@@ -458,14 +459,14 @@ def works(
     dtype: torch.dtype,  # of the logits
 ) -> bool:
     """Whether the kernels draw the same as `sampling` here; used below compute capability 8.0. A
-    warning says why they do not; no error leaves this."""
+    warning says why they do not; no error leaves this but that of full memory."""
     why = "tokens were drawn otherwise"
     try:
         with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             if _draws_agree(device, dtype):
                 return True
-    except Exception as error:  # a compiler's, a launch's, or no memory
-        why = f"{type(error).__name__}: {error}"
+    except Exception as error:  # a compiler's or a launch's
+        why = lasting(error)
     warnings.warn(
         f"the kernels that draw tokens do not work on this device ({why}): models are decoded "
         "without kernels, which is slower",

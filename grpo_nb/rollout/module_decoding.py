@@ -19,11 +19,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..model.attention import has_sinks
-from ..model.limits import TRANSFORMERS_NAMES
+from ..model.limits import TRANSFORMERS_NAMES, in_a_line, lasting
 from ..model.pictures import picture_inputs, pixels_of, without_token
 from ..model.recorded_layers import waiting_is_an_error
 from .decoder import STRIDE
-from .read_layers import changed_forward, in_a_line
+from .read_layers import changed_forward
 from .rollout import pad_left, share_prompts
 from .sampling import SamplingParams, SurvivorRecord, sample, stream_numbers
 
@@ -293,20 +293,21 @@ def next_reach(
 # %% ../../nbs/rollout/15_module_decoding.ipynb #0b2aebfa
 def record_graph(
     step: Callable[[], None],  # has run before
+    pool: tuple | None = None,  # of memory, shared with other graphs; None: its own
 ) -> torch.cuda.CUDAGraph:  # RuntimeError if it cannot be recorded
     "A step as a CUDA graph; one that cannot be recorded leaves no trace."
 
-    def record(work):
+    def record(work, pool=None):
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
         ):
             work()  # the outer one puts the stream back, whatever happens
         return graph
 
     try:
-        return record(step)
+        return record(step, pool)
     except BaseException:
         with suppress(Exception):
             # torch keeps the random numbers of the failed recording; one that succeeds frees them
@@ -402,11 +403,8 @@ class ModuleDecoder(ModuleRows):
         try:
             return record_graph(self.step)
         except RuntimeError as error:  # out of memory is one, too
-            warnings.warn(
-                "a step of decoding could not be recorded, so each one is sent "
-                f"call by call, which is slower: {error}",
-                stacklevel=3,
-            )
+            slower = "a step of decoding could not be recorded, so each one is sent call by call"
+            warnings.warn(f"{slower}, which is slower: {in_a_line(error)}", stacklevel=3)
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #2c1e4044
 def cannot_record(
@@ -508,10 +506,8 @@ def try_to_record(
         expected = torch.stack([decode(model, batch, tokens) for tokens in rows.ids[:, :-1].T])
         expected = expected.double()
         error = ((found.double() - expected).norm() / expected.norm()).item()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as exception:  # whatever it is: the model can be decoded call by call
-        return in_a_line(exception)
+        return lasting(exception)
     exact = not torch.is_autocast_enabled(model.device.type) and all(
         p.dtype in (torch.float32, torch.float64) for p in model.parameters()
     )

@@ -8,7 +8,7 @@ __all__ = ['COMPUTE_NOTHING', 'COMPUTE_THE_SAME', 'TENSORS', 'WITH_TOWERS', 'LEN
            'kind_of_tensor', 'check_tensors', 'in_four_bits', 'read_projection', 'check_attention', 'read_norm',
            'read_dense_layer', 'read_activation', 'family_of', 'window_of', 'check_rotation', 'rows_to_try',
            'special_tokens', 'own_logits', 'decoded_logits', 'apart', 'tolerance', 'compile_first', 'difference',
-           'tried', 'in_a_line', 'modules_now', 'adapters_are_zero', 'Trials']
+           'tried', 'modules_now', 'adapters_are_zero', 'Trials']
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #71577489
 import warnings
@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from ..kernels.compile_together import compile_together
 from ..model.adapters import read_lora
 from ..model.float8 import Float8Weight
-from ..model.limits import FAMILIES, Family
+from ..model.limits import FAMILIES, MORE_ROOM, Family, lasting
 from ..model.offload import HostEmbedding
 from ..model.packed import PackedWeight
 from .decode_ops import ACTIVATIONS, DecodeState, DenseLayer, Norm, Projection
@@ -366,7 +366,7 @@ def compile_first(
 ) -> None:
     "Compile what a trial launches, all at once."
     if decoder.device.type == "cuda":
-        with torch.cuda.device(decoder.device), suppress(Exception):  # it does without
+        with torch.cuda.device(decoder.device), suppress(Exception):  # the trial would say it
             compile_together(lambda: list(decoded_logits(decoder, rows)))
 
 
@@ -401,7 +401,7 @@ def tried(
     decoder: Any,  # of this model
     autocast_dtype: torch.dtype | None = None,  # in which the model's modules are called
     window: int = 0,  # the largest that a row has to outgrow
-) -> str | None:  # None: it computes what the model computes
+) -> str | None:  # None: it computes what the model computes. OutOfMemoryError: no room
     "`difference` as completions are drawn, or the error that a trial ended in."
     device, cast = decoder.device.type, autocast_dtype is not None
     with evaluating(model), torch.autocast(device, autocast_dtype) if cast else nullcontext():
@@ -409,16 +409,8 @@ def tried(
         compile_first(decoder, rows)
         try:
             return difference(model, decoder, rows, window)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:  # whatever it is: the modules can be called
-            return f"a trial ended in {in_a_line(error)}"
-
-
-def in_a_line(error: Exception) -> str:
-    "The kind of an error and its first line."
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+            return f"a trial ended in {lasting(error)}"
 
 # %% ../../nbs/rollout/08_read_layers.ipynb #e97ee5b5
 def modules_now(
@@ -450,7 +442,7 @@ class Trials:
     def __init__(self):
         self.found = {}  # by what decides it: which number differed, or None
         self.updates, self.reach = 0, 0  # of the weights; tokens of the longest row asked for
-        self.said = False
+        self.said = set()  # of short memory: False; of tensors that differ: True
 
     def run(
         self,
@@ -469,7 +461,7 @@ class Trials:
             try:
                 self.found[kind] = tried(model, decoder, autocast_dtype, window)
             except torch.OutOfMemoryError:
-                return "there was no room to try its tensors"
+                return self.say(model, f"there was no room to try its tensors: {MORE_ROOM}")
             if self.found[kind]:
                 self.say(model, self.found[kind])
         return self.found[kind]
@@ -478,12 +470,13 @@ class Trials:
         self,
         model: torch.nn.Module,
         why: str,  # its modules are called
-    ) -> None:
-        "Warn once that the fast way is lost."
-        if not self.said:
+    ) -> str:  # the same
+        "Warn once of each kind that the fast way is lost."
+        if (differs := MORE_ROOM not in why) not in self.said:
             warnings.warn(
                 f"A {type(model).__name__} is drawn from through its modules, which is slower, "
-                f"as its tensors alone give something else: {why}",
+                f"as {'its tensors alone give something else: ' * differs}{why}",
                 stacklevel=2,
             )
-        self.said = True
+        self.said.add(differs)
+        return why

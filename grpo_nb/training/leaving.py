@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from ..model.limits import MORE_ROOM, takes_less
 from .checkpoint import Checkpointer
 from .reporting import say
 
@@ -238,6 +239,9 @@ class Leaving(LastCheckpoint):
                 put_back()
                 self.save_last()
                 if not self.asked:
+                    if type(error).__module__ in ("builtins", "torch") and takes_less(error):
+                        said = f"memory ran out: {takes_less(error)}; {MORE_ROOM}. {error}"
+                        raise type(error)(said) from error
                     raise
                 if not isinstance(error, KeyboardInterrupt):
                     say(f"after SIGTERM came {type(error).__name__}: {error}")

@@ -843,8 +843,8 @@ class PolicyUpdate(UpdateCheckpoint):
             self.model.train()
             with torch.random.fork_rng(cards):
                 compile_together(work)
-        except Exception as error:
-            warnings.warn(f"kernels are compiled one by one: {error}", stacklevel=2)
+        except Exception as e:
+            warnings.warn(f"kernels are compiled one by one: {limits.in_a_line(e)}", stacklevel=2)
         finally:
             for module, mode in modes:
                 module.training = mode

@@ -1,6 +1,8 @@
 """Rows continued in place against the cache that grows: families, windows, padding, rows that end,
 penalties, adapters; what is not recorded, and why."""
 
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +11,7 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 from recorded_calls import RecordedCalls
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -393,11 +396,63 @@ def test_no_room_to_try_is_no_verdict(as_on_a_gpu, monkeypatch):
         raise torch.OutOfMemoryError("full")
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", full)
-    assert engine._not_recorded() == "there was no room to try it" and not engine.tried
+    assert engine._not_recorded().startswith("there was no room to try it: ") and not engine.tried
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", inner)
     assert engine._not_recorded() is None and len(engine.tried) == 1
 
 
+class Full(TorchDispatchMode):
+    "Memory runs out in the n-th operation, once; in words of cuBLAS, or by torch's own class."
+
+    def __init__(self, n=-1, kind=torch.OutOfMemoryError):
+        super().__init__()
+        self.left, self.count, self.kind = n, 0, kind
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.left:
+            raise self.kind("CUDA error: CUBLAS_STATUS_ALLOC_FAILED, or CUDA out of memory")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("way", ["directly", "in place", "growing"])
+def test_memory_that_ran_out_is_said_and_leaves_nothing(way, kind, as_on_a_gpu):
+    "Wherever it is: the drawing ends in the error or says what it does instead, and is whole."
+    model = tiny("Llama").train()
+    params = SamplingParams(max_tokens=6, n=3, seed=4, temperature=0.8)
+
+    def new():
+        engine = RolloutEngine(model, None, through_modules=way == "growing")
+        if way == "in place":
+            engine._open = lambda reach=0: (None, "as asked")
+        return engine
+
+    new().generate(PROMPTS, params)  # what a process does once
+    engine, ended, otherwise = new(), 0, 0
+    with Full() as counting:
+        expected = engine.generate(PROMPTS, params)
+    found = engine.trials.found
+    for n in range(1, counting.count, counting.count // 16):
+        engine = new()
+        state = torch.get_rng_state()
+        try:
+            with Full(n, kind), warnings.catch_warnings(record=True) as heard:
+                warnings.simplefilter("always")
+                assert_same(engine.generate(PROMPTS, params), expected)
+        except kind:
+            ended += 1
+        else:
+            otherwise += 1
+            said = [str(w.message) for w in heard if "drawn from through" in str(w.message)]
+            assert way == "in place" or len(said) == 1 and "lower vllm_gpu_memory" in said[0]
+        assert model.training and torch.equal(torch.get_rng_state(), state)
+        assert_same(engine.generate(PROMPTS, params), expected)
+        assert engine.trials.found == found and not any(engine.tried.values())
+    assert ended and (otherwise or way == "growing")
+
+
+@pytest.mark.filterwarnings("ignore:completions are drawn slowly")
 def test_without_room_the_cache_grows(as_on_a_gpu, monkeypatch):
     model, placed, steps = tiny("GPT2"), [], []
     init = ModuleDecoder.__init__
@@ -415,7 +470,10 @@ def test_without_room_the_cache_grows(as_on_a_gpu, monkeypatch):
         placed.clear(), steps.clear()
         with torch.no_grad():
             told = dict(on_tokens=steps.append, in_place=True)
-            rollout = complete(model, PROMPTS, params, STOP[:0], **told)
+            with (
+                nullcontext() if expected else pytest.warns(UserWarning, match="of full size: end")
+            ):
+                rollout = complete(model, PROMPTS, params, STOP[:0], **told)
         assert len(placed) == expected and sum(steps) == 30
         assert_same(rollout, both(model, params, STOP[:0])[1])
 
