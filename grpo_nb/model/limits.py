@@ -334,7 +334,13 @@ def naming_a_full_disk(
         raise DiskFull(errno.ENOSPC, sentence) from error
 
 # %% ../../nbs/model/04_limits.ipynb #5d0c1a71
-_FULL_WORDS = "'t allocate memory", "Cannot allocate memory", "out of memory", "_ALLOC_FAILED"
+_FULL_WORDS = (
+    "MemoryError",
+    "'t allocate memory",
+    "Cannot allocate memory",
+    "out of memory",
+    "_ALLOC_FAILED",
+)
 _LESS = {  # rooms that an error of memory came through -> what takes less
     "grpo_nb.training.rewards": "let the reward function named above hold less",
     "grpo_nb.training.policy_": "train in smaller pieces (mini_batch=8, gradient_checkpointing=True"
@@ -353,10 +359,11 @@ def causes(error: BaseException | None) -> list[BaseException]:
 def takes_less(error: BaseException) -> str | None:  # None: it is of another kind
     "What to change after an error that means full memory, of a GPU or of the host."
     chain = causes(error)
-    kinds, said = {type(one).__name__ for one in chain}, " ".join(map(str, chain))
-    if not kinds & {"OutOfMemoryError", "MemoryError"} and not any(w in said for w in _FULL_WORDS):
+    said = " ".join(f"{type(one).__name__} {one}" for one in chain)
+    if not any(words in said for words in _FULL_WORDS):
         return None
-    ran = [f.f_globals.get("__name__", "") for e in chain for f, _ in walk_tb(e.__traceback__)]
+    frames = [frame.f_globals for one in chain for frame, _ in walk_tb(one.__traceback__)]
+    ran = ["", *(names.get("__name__", "") for names in frames)]
     return next(way for room, way in _LESS.items() if any(n.startswith(room) for n in ran))
 
 

@@ -370,11 +370,9 @@ def compiles(
         with torch.cuda.device(device):
             _compile_one()
     except Exception as error:
-        warnings.warn(
-            f"triton {triton.__version__} cannot compile the kernel for packed experts "
-            f"({lasting(error)}): they are decoded by a slower one",
-            stacklevel=2,
-        )
+        said = f"triton {triton.__version__} cannot compile the kernel for packed experts "
+        said += f"({lasting(error)}): they are decoded by a slower one"
+        warnings.warn(said, stacklevel=2)
         return False
     return True
 

@@ -467,9 +467,6 @@ def works(
                 return True
     except Exception as error:  # a compiler's or a launch's
         why = lasting(error)
-    warnings.warn(
-        f"the kernels that draw tokens do not work on this device ({why}): models are decoded "
-        "without kernels, which is slower",
-        stacklevel=2,
-    )
+    slower = "models are decoded without kernels, which is slower, as those that draw tokens"
+    warnings.warn(f"{slower} do not work on this device ({why})", stacklevel=2)
     return False
