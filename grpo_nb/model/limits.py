@@ -334,13 +334,7 @@ def naming_a_full_disk(
         raise DiskFull(errno.ENOSPC, sentence) from error
 
 # %% ../../nbs/model/04_limits.ipynb #5d0c1a71
-_FULL_WORDS = (
-    "MemoryError",
-    "'t allocate memory",
-    "Cannot allocate memory",
-    "out of memory",
-    "_ALLOC_FAILED",
-)
+_FULL_WORDS = "MemoryError", "t allocate memory", "out of memory", "_ALLOC_FAILED"
 _LESS = {  # rooms that an error of memory came through -> what takes less
     "grpo_nb.training.rewards": "let the reward function named above hold less",
     "grpo_nb.training.policy_": "train in smaller pieces (mini_batch=8, gradient_checkpointing=True"
@@ -362,9 +356,8 @@ def takes_less(error: BaseException) -> str | None:  # None: it is of another ki
     said = " ".join(f"{type(one).__name__} {one}" for one in chain)
     if not any(words in said for words in _FULL_WORDS):
         return None
-    frames = [frame.f_globals for one in chain for frame, _ in walk_tb(one.__traceback__)]
-    ran = ["", *(names.get("__name__", "") for names in frames)]
-    return next(way for room, way in _LESS.items() if any(n.startswith(room) for n in ran))
+    ran = [f.f_globals.get("__name__", "") for e in chain for f, _ in walk_tb(e.__traceback__)]
+    return next(way for at, way in _LESS.items() if not at or any(n.startswith(at) for n in ran))
 
 
 def in_a_line(error: BaseException) -> str:

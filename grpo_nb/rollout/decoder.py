@@ -4,11 +4,13 @@
 
 # %% auto #0
 __all__ = ['SIZES', 'STRIDE', 'read_layer', 'why_no_kernels', 'GptOssTensors', 'packed_positions', 'Decoder', 'DenseDecoder',
-           'open_decoder', 'draw_tokens', 'RecordedSteps', 'batches_of_prompts', 'read_first_parts', 'read_prompts']
+           'open_decoder', 'draw_tokens', 'record_graph', 'RecordedSteps', 'batches_of_prompts', 'read_first_parts',
+           'read_prompts']
 
 # %% ../../nbs/rollout/10_decoder.ipynb #b80e0f40
 import importlib.util
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -445,6 +447,30 @@ def draw_tokens(
 
     return filter_kernels.draw(logits, params, uniform)
 
+# %% ../../nbs/rollout/10_decoder.ipynb #0b2aebfa
+def record_graph(
+    step: Callable[[], None],  # has run before
+    pool: tuple | None = None,  # of memory, shared with other graphs; None: its own
+) -> torch.cuda.CUDAGraph:  # RuntimeError if it cannot be recorded
+    "A step as a CUDA graph; one that cannot be recorded leaves no trace."
+
+    def record(work, pool=None):
+        graph = torch.cuda.CUDAGraph()
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
+        ):
+            work()  # the outer one puts the stream back, whatever happens
+        return graph
+
+    try:
+        return record(step, pool)
+    except BaseException:
+        with suppress(Exception):
+            # torch keeps the random numbers of the failed recording; one that succeeds frees them
+            record(lambda: torch.zeros(1, device="cuda"))
+        raise
+
 # %% ../../nbs/rollout/10_decoder.ipynb #99e20884
 class RecordedSteps:
     "A step for each round batch size, recorded when it is first needed."
@@ -473,8 +499,6 @@ class RecordedSteps:
         return graph
 
     def _record(self, size, advance):
-        from grpo_nb.rollout.module_decoding import record_graph
-
         static = torch.full((size,), self.spare, device=self.device)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))

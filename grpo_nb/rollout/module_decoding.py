@@ -4,14 +4,14 @@
 
 # %% auto #0
 __all__ = ['TRIAL', 'DecodeBatch', 'tokens_seen', 'cache_name', 'prefill', 'decode', 'ModuleRows', 'PreallocatedLayer',
-           'keeps_state', 'extra_bytes', 'visible_slots', 'next_reach', 'record_graph', 'ModuleDecoder',
-           'cannot_record', 'unknown_cache', 'trial_steps', 'try_to_record']
+           'keeps_state', 'extra_bytes', 'visible_slots', 'next_reach', 'ModuleDecoder', 'cannot_record',
+           'unknown_cache', 'trial_steps', 'try_to_record']
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #c43bd4a1
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from ..model.attention import has_sinks
 from ..model.limits import TRANSFORMERS_NAMES, in_a_line, lasting
 from ..model.pictures import picture_inputs, pixels_of, without_token
 from ..model.recorded_layers import waiting_is_an_error
-from .decoder import STRIDE
+from .decoder import STRIDE, record_graph
 from .read_layers import changed_forward
 from .rollout import pad_left, share_prompts
 from .sampling import SamplingParams, SurvivorRecord, sample, stream_numbers
@@ -289,30 +289,6 @@ def next_reach(
     """How many slots a recording reads. There are few values, as each needs a recording of its own,
     and none is much above the columns so far, as empty slots are read too."""
     return min(room, max(columns + 512, columns * 5 // 4) // 64 * 64)
-
-# %% ../../nbs/rollout/15_module_decoding.ipynb #0b2aebfa
-def record_graph(
-    step: Callable[[], None],  # has run before
-    pool: tuple | None = None,  # of memory, shared with other graphs; None: its own
-) -> torch.cuda.CUDAGraph:  # RuntimeError if it cannot be recorded
-    "A step as a CUDA graph; one that cannot be recorded leaves no trace."
-
-    def record(work, pool=None):
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
-        ):
-            work()  # the outer one puts the stream back, whatever happens
-        return graph
-
-    try:
-        return record(step, pool)
-    except BaseException:
-        with suppress(Exception):
-            # torch keeps the random numbers of the failed recording; one that succeeds frees them
-            record(lambda: torch.zeros(1, device="cuda"))
-        raise
 
 # %% ../../nbs/rollout/15_module_decoding.ipynb #376a04d2
 class ModuleDecoder(ModuleRows):
