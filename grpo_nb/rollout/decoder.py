@@ -455,12 +455,9 @@ def record_graph(
     "A step as a CUDA graph; one that cannot be recorded leaves no trace."
 
     def record(work, pool=None):
-        graph = torch.cuda.CUDAGraph()
-        with (
-            torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool, capture_error_mode="thread_local"),
-        ):
-            work()  # the outer one puts the stream back, whatever happens
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
+        with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            work()  # `stream` puts the stream back, whatever happens
         return graph
 
     try:
