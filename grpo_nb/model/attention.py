@@ -311,8 +311,8 @@ def _cudnn_works(device, dtype, G, D):
         torch.ops.aten._scaled_dot_product_cudnn_attention_backward(*given, 0.0, True, scale=1.0)
     except RuntimeError as error:
         warnings.warn(
-            f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} on "
-            f"{torch.cuda.get_device_name(device)} ({limits.lasting(error)[:200]}): long layers "
+            f"cuDNN has no attention for {G} query heads of {D} to a key head in {dtype} "
+            f"({limits.lasting(error)[:200]}) on {torch.cuda.get_device_name(device)}: long layers "
             "take other kernels, which are slower",
             stacklevel=2,
         )

@@ -227,7 +227,10 @@ def test_the_steps_of_fewer_rows_are_compiled_too(monkeypatch):
     monkeypatch.setattr(Decoder, "step", step)
     monkeypatch.setattr(continuous_batching, "compile_together", compile_together)
     given = prompts_of(3), [4] * 3, params, torch.tensor([8, 9]), stream_keys(12, 0), 6, 60
-    with torch.inference_mode(), pytest.warns(UserWarning, match="one by one: no compiler"):
+    with (
+        torch.inference_mode(),
+        pytest.warns(UserWarning, match="one by one: RuntimeError: no compiler"),
+    ):
         done = RowsInTurn(paged(tiny_gpt_oss(0, num_hidden_layers=3)[0]), *given).run()
     assert counts == [(8, 3), (1, 2), (2, 2), (4, 2)]
     assert all(done.counts[:12] > 0)
