@@ -555,7 +555,7 @@ def test_kernels_that_cannot_be_compiled_together_stop_no_run(monkeypatch):
 
     monkeypatch.setattr(policy_update, "compile_together", broken)
     update.compiles, mode = True, update.model.training
-    with pytest.warns(UserWarning, match="compiled one by one: no compiler"):
+    with pytest.warns(UserWarning, match="one by one: RuntimeError: no compiler"):
         update.compile_first(batch)
     assert update.model.training == mode and not update.compiles
 
