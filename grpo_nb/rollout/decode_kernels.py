@@ -973,7 +973,8 @@ def draw(
     temperature: float = 1.0,  # logits are divided by it
 ) -> tuple[torch.Tensor, torch.Tensor]:  # tokens (B,) int64 and their log-probs (B,) float32
     "One token of each row, with one random number a row; -inf is never drawn."
-    return pick(logits, uniform, look(logits, temperature, logits.shape[1]).sums, temperature)
+    sums = look(logits, temperature, block_of(logits.shape[1])).sums
+    return pick(logits, uniform, sums, temperature)
 
 
 def pick(
