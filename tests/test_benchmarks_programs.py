@@ -242,6 +242,14 @@ def test_the_page_says_what_training_made_of_it():
     assert "{:.1f} points a program in place of {:.1f}".format(*paid) in text
     assert f"{free['after']['drawn']['matmul']['tokens']:.0f} tokens now" in text
     assert {p["stage"] for p in after} == {"cheats"}  # "not one would pass behind the walls"
+    pay = {True: [], False: []}  # whether it imports -> points without walls, and whether right
+    for one in before:
+        right = one["stage_no_walls"] == "right"
+        pay["imports" in one["tried"]].append((one["points_no_walls"], right))
+    means = [sum(points for points, _ in pay[kind]) / len(pay[kind]) for kind in (True, False)]
+    assert "paid {:.1f} points on average without walls, the others {:.1f}".format(*means) in text
+    right = [[points for points, fine in pay[kind] if fine] for kind in (True, False)]
+    assert "it is {:.1f} and {:.1f}".format(*(sum(one) / len(one) for one in right)) in text
     rewards = [row["reward"] for row in walled["log"]]
     assert f"from {rewards[0]:.1f} to {rewards[-1]:.1f}" in text and len(rewards) == 12
     share = {row["step"]: row["programs/imports"] for row in free["log"]}
