@@ -35,6 +35,7 @@ import time
 from contextlib import nullcontext, suppress
 from functools import cached_property, partial
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -89,10 +90,17 @@ class Worker:
         return AutoTokenizer.from_pretrained(self.args.model), rows
 
     def drawing(self, model, tokenizer, ids, size=None, **params):
-        "A call that draws completions, each time with the same random numbers."
+        "A call that draws completions; every version has the seeds 0, 1, 2, .. in this order."
         engine = self.gsm8k.RolloutEngine(model.eval(), tokenizer, max_batch_size=size)
-        params = self.gsm8k.SamplingParams(temperature=1.0, seed=0, **params)
-        return lambda: dict(tokens=int(engine.generate(ids, params, progress=False).lengths.sum()))
+        drawn = (
+            engine.generate(
+                ids,
+                self.gsm8k.SamplingParams(temperature=1.0, seed=seed, **params),
+                progress=False,
+            )
+            for seed in count()
+        )
+        return lambda: dict(tokens=int(next(drawn).lengths.sum()))
 
     def run(self, model, reward, rows, tokenizer, sizes, lora=None, **own):
         "A run with gsm8k.py's settings; sizes: completions of a micro-batch, and of an update."
@@ -193,6 +201,8 @@ def show(record):
                 middle, *ends = bootstrap(ratios, of=statistics.median)
                 text = "; x {:.3f} ({:.3f} to {:.3f})".format(middle, *ends)
             text += "".join(f"; {w} {statistics.mean(told[w]):,.6g}" for w in WORK if w in told)
+            if any(told.get("steps", [])):
+                text += f"; {1e3 * sum(s) / sum(told['steps']):.3f} ms a step"
             print(f"{part:29}{name:6}{statistics.median(s):8.4f} s, least {min(s):.4f}{text}")
 
 
