@@ -201,7 +201,7 @@ def show(record):
                 middle, *ends = bootstrap(ratios, of=statistics.median)
                 text = "; x {:.3f} ({:.3f} to {:.3f})".format(middle, *ends)
             text += "".join(f"; {w} {statistics.mean(told[w]):,.6g}" for w in WORK if w in told)
-            if any(told.get("steps", [])):
+            if any(told.get("steps", [])) and PARTS[part][0] in ("draw", "rows"):
                 text += f"; {1e3 * sum(s) / sum(told['steps']):.3f} ms a step"
             print(f"{part:29}{name:6}{statistics.median(s):8.4f} s, least {min(s):.4f}{text}")
 
