@@ -3,6 +3,7 @@ read or write too early, rows of a pinned table inside a CUDA graph. (pytest -m 
 
 import gc
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -389,19 +390,19 @@ def test_within_the_time_of_a_step():
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
 
     def seconds():
-        best = float("inf")
-        for _ in range(4):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            gradients(model, tokens=8192)
-            torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - start)
-        return best
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        gradients(model, tokens=8192)
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
 
     recomputed(model)
-    usual = seconds()
-    with offload_layers(model):
-        ours = seconds()
+    took = {True: [], False: []}
+    for _ in range(5):  # in turns, since others may use the card
+        for offloaded in took:
+            with offload_layers(model) if offloaded else nullcontext():
+                took[offloaded] += [seconds(), seconds()]
+    ours, usual = min(took[True]), min(took[False])
     print(
         f"\n{torch.cuda.get_device_name()}: a step of 8,192 tokens takes {usual * 1e3:.1f} "
         f"ms recomputed, {ours * 1e3:.1f} offloaded"
