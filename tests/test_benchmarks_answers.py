@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import random
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -98,6 +99,36 @@ def test_a_base_is_compared_with_bfloat16_of_the_same_seeds():
     assert rows["fp8_row"][4:] == ("", "100.0 %", "", "+0.0 (+0.0 to +0.0)")
     assert rows["nf4"][6].startswith("+75.0 (")
     assert rows["nf4"][7] == "+0.0 (+0.0 to +0.0)"  # seed 1 alone
+
+
+def test_pages_say_what_fewer_bits_and_more_answers_were_worth(capsys):
+    from answers import of_bases, row_of_base
+    from gsm8k import show_samples
+
+    root = Path(__file__).parents[1]
+    stored = (root / "benchmarks/results/gsm8k").glob("*.json")
+    stored = {path.stem: json.loads(path.read_text()) for path in stored}
+    page = (root / "docs/how_fast.md").read_text()
+    table = page.split("### In fewer bits")[1].split("\n### ")[0].split("\n| ")[2:]
+    for line, (base, *known) in zip(table, of_bases(stored), strict=True):
+        told = row_of_base(stored, base, *known)[3:]
+        gap = f"{float(told[0]):.4f}".lstrip("0")
+        assert all(value.replace("+", "") in line for value in (gap, *told[1:])), (line, told)
+    before, after = (stored[f"{n}_samples"]["samples"] for n in ("before_votes", "right_3"))
+    show_samples("right_3", after, before)
+    said = capsys.readouterr().out
+    lesson = json.loads((root / "nbs/lessons/10_a_real_run_read.ipynb").read_text())["cells"]
+    lesson = "".join("".join(cell["source"]) for cell in lesson)
+    spread = r"([-\d.]+) \(([-\d.]+) to ([-\d.]+)\)"
+    first, last = (re.search(rf"points more.* {k}: {spread}", said).groups() for k in (1, 64))
+    assert "{} points at 1 ({} to {}) and by {} at 64 ({} to {})".format(*first, *last) in lesson
+    new, _, luck = re.findall(spread, said.splitlines()[-1])
+    rounded = [round(float(number)) for number in (*new, *luck)]
+    assert "{} of the 76 ({} to {})".format(*rounded[:3]) in lesson
+    assert "{} of 76 (95 % interval {} to {})".format(*rounded[3:]) in lesson
+    voted = re.search(rf"maj@k of.* 64: {spread}", said).groups()
+    assert "{} % ({} to {})".format(*voted) in lesson and "{} % ({} to {})".format(*voted) in page
+    assert [before["doubts"], after["doubts"]] == [861, 694] and "in 861 before" in lesson
 
 
 def test_words_of_doubt_are_those_of_the_lesson():
