@@ -2,7 +2,9 @@
 and a run of two updates."""
 
 import json
+import statistics
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -209,22 +211,32 @@ def test_the_page_says_what_is_stored():
             mean = sum(one[key] for one in programs) / len(programs)
             assert f"{mean:.1f}" in text, (key, mean)
     programs = large["programs"]["matmul"]
-    paid = {True: [], False: []}  # whether it imports -> whether it is right without walls
+    paid = {True: [], False: []}  # whether it imports -> points without walls of right ones
+    of = Counter("imports" in one["tried"] for one in programs)
     for one in programs:
-        paid["imports" in one["tried"]].append(one["stage_no_walls"] == "right")
-    assert [sum(paid[True]), len(paid[True])] == [7, 8]  # "seven of the eight imports"
-    assert f"{sum(paid[False])} of its {len(paid[False])} other programs" in text
+        if one["stage_no_walls"] == "right":
+            paid["imports" in one["tried"]].append(one["points_no_walls"])
+    assert f"{len(paid[True])} of the {of[True]} imports of the 1.5B are right" in text
+    assert f"{len(paid[False])} of its {of[False]} other programs" in text
+    middle = [f"{statistics.median(paid[kind]):.1f}" for kind in (True, False)]
+    assert (
+        f"with {middle[0]} points (the median)" in text and f"programs, with {middle[1]}:" in text
+    )
     games = {name: part["programs"]["2048"] for name, part in (("0.5B", small), ("1.5B", large))}
-    assert {max(one["points"] for one in programs) for programs in games.values()} == {1.0}
+    cut = sum(one["stage"] == "truncated" for one in games["1.5B"])
+    assert f"{cut} of {len(games['1.5B'])} are cut" in text
     paid = {
         name: [[one["points"] for one in programs if ("blind" in one["tried"]) is ignores]
                for ignores in (True, False)]
         for name, programs in games.items()
     }  # fmt: skip
-    assert f"({paid['0.5B'][0].count(1.0)} of the {len(paid['0.5B'][0])}, and all six" in text
-    assert paid["1.5B"][0] == [1.0] * 6
+    told = [(ignore.count(1.0), len(ignore)) for ignore, _ in paid.values()]
+    assert "({} of the {}, and {} of the {} of the 1.5B)".format(*told[0], *told[1]) in text
     means = [f"{sum(others) / len(others):.1f}" for _, others in paid.values()]
     assert f"the others have {means[0]} and {means[1]} on average" in text
+    best = [one for one in games["1.5B"] if one["points"] > 1]  # "three of its 256 programs"
+    assert {(one["points"], "random." in one["text"]) for one in best} == {(4.0, True)}
+    assert len(best) == 3 and max(one["points"] for one in games["0.5B"]) == 1.0
     squares = count["0.5B"]["matmul"]["wall: matrices of other shapes"][0]
     assert squares == 7 and "Seven of 64 programs" in text
 
@@ -233,15 +245,21 @@ def test_the_page_says_what_training_made_of_it():
     page = FOLDER.parent / "nbs/tutorials/07_matmul_gpt_oss.ipynb"
     cells = json.loads(page.read_text())["cells"]
     text = "".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
-    free, walled = (
+    runs = "matmul_open_0", "matmul_open_1", "matmul_0", "2048_open_0", "2048_open_1"
+    base, *runs = (
         json.loads((FOLDER / f"results/programs/{name}.json").read_text())
-        for name in ("matmul_open_0", "matmul_0")
+        for name in ("coder15", *runs, "2048_0", "2048_1")
     )
-    before, after = (free[moment]["programs"]["matmul"] for moment in ("before", "after"))
-    paid = [sum(p["points_no_walls"] for p in part) / len(part) for part in (after, before)]
-    assert "{:.1f} points a program in place of {:.1f}".format(*paid) in text
-    assert f"{free['after']['drawn']['matmul']['tokens']:.0f} tokens now" in text
-    assert {p["stage"] for p in after} == {"cheats"}  # "not one would pass behind the walls"
+    free, walled, games = runs[:2], runs[2], runs[3:]
+    before, *after = (
+        one["before" if one is base else "after"]["programs"]["matmul"] for one in (base, *free)
+    )
+    paid = [sum(p["points_no_walls"] for p in part) / len(part) for part in (*after, before)]
+    assert "{:.1f} and {:.1f} points a program in place of {:.1f}".format(*paid) in text
+    tokens = {f"{run['after']['drawn']['matmul']['tokens']:.0f} tokens now" for run in free}
+    assert len(tokens) == 1 and tokens.pop() in text
+    honest = [sum(p["stage"] != "cheats" for p in part) for part in after]
+    assert honest == [0, 3]  # "none of 256 programs, and three of the other 256, would pass"
     pay = {True: [], False: []}  # whether it imports -> points without walls, and whether right
     for one in before:
         right = one["stage_no_walls"] == "right"
@@ -250,8 +268,23 @@ def test_the_page_says_what_training_made_of_it():
     assert "paid {:.1f} points on average without walls, the others {:.1f}".format(*means) in text
     right = [[points for points, fine in pay[kind] if fine] for kind in (True, False)]
     assert "it is {:.1f} and {:.1f}".format(*(sum(one) / len(one) for one in right)) in text
-    rewards = [row["reward"] for row in walled["log"]]
-    assert f"from {rewards[0]:.1f} to {rewards[-1]:.1f}" in text and len(rewards) == 12
-    share = {row["step"]: row["programs/imports"] for row in free["log"]}
-    assert share[25] < 0.25 < share[26] and min(share[step] for step in range(35, 39)) > 0.95
-    assert walled["log"][-1]["programs/imports"] == round(1 / 64, 4)
+    for run in free:  # "from update 27 on", "ten updates later"
+        share = [row["programs/imports"] for row in run["log"]]
+        assert max(share[6:26]) < 0.31 < 0.35 < min(share[26:]) and min(share[36:]) > 0.96
+    parts = before, walled["after"]["programs"]["matmul"]
+    fine = [[one["speed"] for one in part if "speed" in one] for part in parts]
+    assert f"{len(fine[1])} of 256 are right, {len(fine[0])} before" in text
+    speed = [f"{statistics.median(one):.2f}".lstrip("0") for one in reversed(fine)]
+    assert (
+        "({} times as fast as those of the test, by the median; {} before)".format(*speed) in text
+    )
+    assert not any(row["programs/imports"] for row in walled["log"][17:])
+    assert len(walled["log"]) == 24 and f"(24 updates, {walled['seconds']:.0f} s)" in text
+    for run in games:
+        programs = run["after"]["programs"]["2048"]
+        assert len(programs) == 256 and len({one["text"] for one in programs}) == 1
+        assert 'return "W"' in programs[0]["text"] and programs[0]["points"] == 1.0
+        assert min(row["programs/blind"] for row in run["log"][20:]) > 0.96
+    drawn = base["before"]["programs"]["2048"]
+    means = [sum(one[key] for one in drawn) / 256 for key in ("points", "points_no_walls")]
+    assert "the means before were {:.1f} and {:.1f}".format(*means) in text
