@@ -165,7 +165,8 @@ def check_drawn_one_way(
     environments: Any,  # or what makes them
 ) -> None:  # ValueError, TypeError
     "Refuse tools beside a function that draws by itself, and what is neither function nor sampler."
-    if not (rollout_func is None or callable(rollout_func) or isinstance(rollout_func, Sampler)):
+    usable = rollout_func is None or callable(rollout_func) or isinstance(rollout_func, Sampler)
+    if isinstance(rollout_func, type) or not usable:
         needs = "takes_token_ids, generate, publish and close"
         raise TypeError(f"rollout_func is no function, and no Sampler, which has {needs}")
     if rollout_func is not None and (tools or environments is not None):

@@ -33,9 +33,10 @@ from small_runs import (
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TrainerCallback
 from transformers.integrations.integration_utils import rewrite_logs
 
-from grpo_nb import GRPOConfig, GRPOTrainer
+from grpo_nb import GRPOConfig, GRPOTrainer, RolloutEngine
 from grpo_nb.algorithm.losses import LOSSES
 from grpo_nb.rollout import sampling
+from grpo_nb.rollout.sampler import FunctionSampler
 from grpo_nb.training import reporting
 from grpo_nb.training.checkpoint import checkpoints
 from grpo_nb.training.rewards import RewardError
@@ -763,6 +764,12 @@ def test_a_function_may_leave_completions_unscored(tmp_path):
 def test_arguments_that_cannot_be_honoured(arguments, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         small_trainer(tmp_path, arguments=arguments)
+
+
+@pytest.mark.parametrize("given", [3, object(), RolloutEngine, FunctionSampler])
+def test_what_draws_is_a_function_or_a_sampler_and_no_class(given, tmp_path):
+    with pytest.raises(TypeError, match="no function, and no Sampler"):
+        small_trainer(tmp_path, arguments=dict(rollout_func=given))
 
 
 @pytest.mark.parametrize(
