@@ -249,6 +249,16 @@ def test_evaluation_takes_the_second_part_and_a_reward_of_a_file(tmp_path, capsy
     ]
 
 
+@pytest.mark.parametrize(
+    "trained, test", [("train", "train[3:]"), ("train", "train"), ("a[:9]", "a[:9]")]
+)
+def test_rows_that_are_trained_on_are_no_evaluation(trained, test, tmp_path, capsys):
+    words = ["--eval_strategy", "steps", "--dataset_train_split", trained]
+    assert train(tmp_path / "run", *SMALL, *words, "--dataset_test_split", test) != 0
+    assert "has rows that are trained on: 'train[:90%]' and" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_an_adapter_on_a_model_in_4_bits(folder, tmp_path):
     from peft import PeftModel
 

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['E4M3', 'LARGEST', 'KINDS', 'BLOCK', 'TINY', 'METHOD', 'SCALE', 'block_of', 'grid', 'quantize', 'dequantize',
-           'Float8Weight', 'as_float8', 'float8_weights', 'block_in_files', 'Float8Config', 'Float8Quantizer',
-           'RoundFloat8', 'ReadFloat8', 'lies_turned']
+           'Float8Weight', 'as_float8', 'block_in_files', 'Float8Config', 'Float8Quantizer', 'RoundFloat8',
+           'ReadFloat8', 'lies_turned']
 
 # %% ../../nbs/model/29_float8.ipynb #c347bc4c
 import re
@@ -185,13 +185,6 @@ def as_float8(
     stored = weight if turned else weight.mT
     block = block_of(kind, stored.shape[-1])
     return Float8Weight(*quantize(stored, block), dtype or weight.dtype, turned, block)
-
-# %% ../../nbs/model/29_float8.ipynb #e99061e3
-def float8_weights(
-    model: torch.nn.Module,
-) -> dict[str, Float8Weight]:  # by the parameter's name
-    "The weights of a model that are stored in float8."
-    return {name: p for name, p in model.named_parameters() if isinstance(p, Float8Weight)}
 
 # %% ../../nbs/model/29_float8.ipynb #d5dd1bbf
 METHOD = "grpo_nb_float8"  # under which transformers finds what follows

@@ -33,7 +33,6 @@ from grpo_nb.model.float8 import (
     Float8Weight,
     as_float8,
     dequantize,
-    float8_weights,
     quantize,
 )
 from grpo_nb.model.loading import Layout, memory_by_part
@@ -53,6 +52,11 @@ IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 def bits(t):
     return t.view(torch.uint8)
+
+
+def float8_weights(model):
+    "The weights of a model that are stored in float8, by the parameter's name."
+    return {name: p for name, p in model.named_parameters() if isinstance(p, Float8Weight)}
 
 
 def theirs(block):
