@@ -1,6 +1,8 @@
 "What the lesson on a real run says of the stored runs is what their logs say."
 
+import ast
 import json
+import math
 import re
 from html import unescape
 from itertools import combinations, product
@@ -63,12 +65,37 @@ def test_what_was_won_was_mostly_solved_before():
 
 def test_what_half_of_the_answers_miss_the_other_half_finds(scripts):
     "The control of the lesson: three in ten, without any training."
-    from answers import pass_at
+    from answers import bootstrap, pass_at
 
     half, all_of_them = (sum(1 - pass_at(k, c, 64) for c in COUNTS) for k in (32, 64))
     assert all_of_them == COUNTS.count(0) and round(1 - all_of_them / half, 1) == 0.3
-    told = [text for o in OUTPUTS for text in o.get("data", {}).get("text/plain", ())]
-    assert f"{{'never in 32': {half:.1f}, 'of these, never in 32 more': {all_of_them:.1f}}}" in told
+    told = ["".join(o.get("data", {}).get("text/plain", ())) for o in OUTPUTS]
+    (told,) = [ast.literal_eval(text) for text in told if text.startswith("{'never in 32'")]
+    later = stored("right_3_samples")["samples"]["counts"]
+    more = [pass_at(64, c, 64) - pass_at(32, c, 64) for c in COUNTS]
+    new = [pass_at(32, b, 64) * (1 - pass_at(32, a, 64)) for a, b in zip(COUNTS, later)]
+    solved = sum(a == 0 < b for a, b in zip(COUNTS, later))
+    lost = sum(b == 0 < a for a, b in zip(COUNTS, later))
+    one_by_one = (half, all_of_them, sum(new), all_of_them, solved, lost)
+    assert [*told.values()] == [round(number, 1) for number in one_by_one]
+    over = [256 * x for x in bootstrap([b - a for a, b in zip(more, new)])]
+    assert "{:.0f} more ({:.0f} to {:.0f})".format(*over) in PAGE
+    assert (
+        f"{solved} of the {all_of_them:.0f} are solved now, and {lost} of the other "
+        f"{256 - all_of_them:.0f} no longer" in PAGE
+    )
+
+
+def test_wrong_answers_are_less_different_than_before():
+    "Of 20 wrong ones, where both models have as many: the mean over all choices."
+    votes = UNTRAINED["votes"], stored("right_3_samples")["samples"]["votes"]
+    pairs = [(a, b) for (_, a, _), (_, b, _) in zip(*votes) if min(sum(a), sum(b)) >= 20]
+
+    def different(counts, k=20):
+        return sum(1 - math.comb(sum(counts) - c, k) / math.comb(sum(counts), k) for c in counts)
+
+    means = [sum(map(different, one)) / len(pairs) for one in zip(*pairs)]
+    assert "{:.1f} were different numbers, and now {:.1f} are".format(*means) in PAGE
 
 
 def test_the_votes_that_the_lesson_draws_are_those_of_the_formula(scripts):
