@@ -224,7 +224,11 @@ def test_the_page_says_what_is_stored():
     )
     games = {name: part["programs"]["2048"] for name, part in (("0.5B", small), ("1.5B", large))}
     cut = sum(one["stage"] == "truncated" for one in games["1.5B"])
-    assert f"{cut} of {len(games['1.5B'])} are cut" in text
+    assert f"{cut} of {len(games['1.5B'])} are cut" in text and f"as {cut} were, at -2.0" in text
+    stuck = [[one["why"].count("(stuck)") == 4 for one in programs if one["stage"] == "plays"]
+             for programs in games.values()]  # fmt: skip
+    assert all(stuck[0]) and f"all {len(stuck[0])} of the 0.5B and " in text
+    assert f"{sum(stuck[1])} of the {len(stuck[1])} of the 1.5B are stuck in every game" in text
     paid = {
         name: [[one["points"] for one in programs if ("blind" in one["tried"]) is ignores]
                for ignores in (True, False)]
@@ -278,6 +282,9 @@ def test_the_page_says_what_training_made_of_it():
     assert (
         "({} times as fast as those of the test, by the median; {} before)".format(*speed) in text
     )
+    fast = [sum(speed >= 1.2 for speed in one) for one in fine]
+    assert f"{fast[1]} are at least 1.2 times as fast" in text
+    assert f"a variable for the sum ({fast[0]} before)" in text
     assert not any(row["programs/imports"] for row in walled["log"][17:])
     assert len(walled["log"]) == 24 and f"(24 updates, {walled['seconds']:.0f} s)" in text
     for run in games:
@@ -288,3 +295,9 @@ def test_the_page_says_what_training_made_of_it():
     drawn = base["before"]["programs"]["2048"]
     means = [sum(one[key] for one in drawn) / 256 for key in ("points", "points_no_walls")]
     assert "the means before were {:.1f} and {:.1f}".format(*means) in text
+    scores = [run["log"][1]["game2048/score"] for run in games]
+    assert f"games ended with {min(scores):.0f} to {max(scores):.0f} on average" in text
+    paid = Counter(one["points"] for one in drawn)
+    assert f"But {paid[1.0]} have 1.0 point" in text and paid[1.0] // paid[4.0] == 16
+    best = sorted(one["points_no_walls"] for one in drawn)[-3:]
+    assert "two of the 256 win by writing on the board, with {2} and {1}".format(*best) in text
