@@ -102,7 +102,7 @@ def test_a_base_is_compared_with_bfloat16_of_the_same_seeds():
 
 
 def test_pages_say_what_fewer_bits_and_more_answers_were_worth(capsys):
-    from answers import of_bases, row_of_base
+    from answers import SAME, of_bases, row_of_base
     from gsm8k import show_samples
 
     root = Path(__file__).parents[1]
@@ -114,6 +114,11 @@ def test_pages_say_what_fewer_bits_and_more_answers_were_worth(capsys):
         told = row_of_base(stored, base, *known)[3:]
         gap = f"{float(told[0]):.4f}".lstrip("0")
         assert all(value.replace("+", "") in line for value in (gap, *told[1:])), (line, told)
+    eight = (root / "nbs/model/29_float8.ipynb").read_text()
+    for moment in ("before", "0"):
+        names = [f"{base}_{moment}" for base in ("bf16", "fp8_block", "nf4", "mxfp4")]
+        shares = [100 * stored[SAME.get(name, name)]["after"]["right"] for name in names]
+        assert re.search(".{,60}".join(rf"\b{share:.1f}" for share in shares), eight), shares
     before, after = (stored[f"{n}_samples"]["samples"] for n in ("before_votes", "right_3"))
     show_samples("right_3", after, before)
     said = capsys.readouterr().out
@@ -122,6 +127,10 @@ def test_pages_say_what_fewer_bits_and_more_answers_were_worth(capsys):
     spread = r"([-\d.]+) \(([-\d.]+) to ([-\d.]+)\)"
     first, last = (re.search(rf"points more.* {k}: {spread}", said).groups() for k in (1, 64))
     assert "{} points at 1 ({} to {}) and by {} at 64 ({} to {})".format(*first, *last) in lesson
+    once, some = (re.search(rf"pass@k of.* {k}: {spread} %", said).groups() for k in (1, 64))
+    assert "{} %, {} % ({} to {}) and, by vote,".format(once[0], *some) in page
+    told = "{} points more, problem by problem ({} to {}), with 64 still {} ({} to {})"
+    assert told.format(*first, *last) in page
     new, _, luck = re.findall(spread, said.splitlines()[-1])
     rounded = [round(float(number)) for number in (*new, *luck)]
     assert "{} of the 76 ({} to {})".format(*rounded[:3]) in lesson
@@ -129,6 +138,8 @@ def test_pages_say_what_fewer_bits_and_more_answers_were_worth(capsys):
     voted = re.search(rf"maj@k of.* 64: {spread}", said).groups()
     assert "{} % ({} to {})".format(*voted) in lesson and "{} % ({} to {})".format(*voted) in page
     assert [before["doubts"], after["doubts"]] == [861, 694] and "in 861 before" in lesson
+    shares = [100 * one["doubts"] / 16_384 for one in (before, after)]
+    assert "({:.1f} and {:.1f} %;".format(*shares) in lesson
 
 
 def test_words_of_doubt_are_those_of_the_lesson():

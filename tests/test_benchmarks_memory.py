@@ -598,15 +598,13 @@ def test_the_page_says_of_versions_what_was_stored(scripts, capsys):
     (record,) = json.loads((FOLDER / "results/versions.json").read_text())
     scripts["versions"].show(record)
     assert all(commit in page for commit in record["commits"].values())
-    for found in record["cases"].values():
+    ratios = re.findall(r"x ([\d.]+) \(([\d.]+) to ([\d.]+)\)", capsys.readouterr().out)
+    for found, ratio in zip(record["cases"].values(), ratios, strict=True):
         assert found["old"].get("tokens") == found["now"].get("tokens")
-        for told in found.values():
-            seconds = statistics.median(told["seconds"])
-            shown = f"{seconds:.3f}".lstrip("0") if seconds < 1 else f"{seconds:.2f}"
-            assert shown in page, (shown, found)
-    for one in re.findall(r"x ([\d.]+) \(([\d.]+) to ([\d.]+)\)", capsys.readouterr().out):
-        middle, low, high = (number.removeprefix("0") for number in one)
-        assert f"{middle} ({low} to {high})" in page
+        old, now = (statistics.median(found[name]["seconds"]) for name in ("old", "now"))
+        shown = [f"{s:.3f}".lstrip("0") if s < 1 else f"{s:.2f}" for s in (old, now)]
+        middle, low, high = (number.removeprefix("0") for number in ratio)
+        assert "| {} | {} | {} ({} to {}) |".format(*shown, middle, low, high) in page, found
 
 
 @pytest.mark.long
