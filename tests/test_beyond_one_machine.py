@@ -187,7 +187,8 @@ lora_dropout: 0.0
 lora_target_modules: all
 output_dir: {out}
 max_steps: 2
-learning_rate: 1e-2
+learning_rate: 1.0
+optim: sgd  # Adam makes whole steps of gradients that are rounding alone
 per_device_train_batch_size: 16
 num_generations: 8
 max_completion_length: 5
@@ -281,7 +282,7 @@ def test_two_nodes_on_one_machine_and_the_same_update_in_one_process(tmp_path, m
     trainer.save_model()
     two, one = (load_file(path / "adapter_model.safetensors") for path in (out, Path(f"{out}1")))
     assert two.keys() == one.keys()
-    assert max((two[name] - one[name]).abs().max() for name in two) < 1e-5
+    assert max((two[name] - one[name]).abs().max() for name in two) < 1e-6
     assert any(value.abs().max() > 0 for name, value in two.items() if "lora_B" in name)
     torch.manual_seed(0)
 
