@@ -23,7 +23,8 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR judge --adapter FOLDER --name trl_0
         an adapter in PEFT's layout, or the model without one, judged as at the end of a run
     python benchmarks/gsm8k.py MODEL --data FOLDER --out DIR samples --adapter FOLDER --name NAME
-        64 sampled answers to each of the first 256 test problems, for pass@k and maj@k
+        64 sampled answers to each of the first 256 test problems, for pass@k and maj@k;
+        --temperature .6: surer ones
     python benchmarks/gsm8k.py - --out DIR publish --name right_0 --adapter DIR/right_0
         a model card in an adapter's folder, of DIR/NAME.json and DIR/prompts.json: base, data,
         settings, before and after with intervals, failures; --to OWNER/NAME uploads the folder
@@ -524,7 +525,7 @@ def samples(arguments):
     asked, answers, model = asked[:256], answers[:256], loaded(arguments)
     repeated = [a for a in answers for _ in range(64)]
     asked = [p for p in asked for _ in range(64)]
-    found, texts = answered(*model, asked, repeated, temperature=1.0, batch=1024)
+    found, texts = answered(*model, asked, repeated, temperature=arguments.temperature, batch=1024)
     found.pop("marks")
     votes = [votes_of(texts[64 * i : 64 * i + 64], answer) for i, answer in enumerate(answers)]
     print(arguments.name, found, flush=True)
@@ -806,6 +807,7 @@ def main():
     parser.add_argument("--greedy", action="store_true", help="judged greedily in 400 tokens alone")
     parser.add_argument("--scale", choices=("group", "batch", "none"), default="group")
     parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--server", help="address of a vLLM or `grpo-nb serve` that draws")
     parser.add_argument("--staleness", type=int, default=0)

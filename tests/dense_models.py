@@ -4,6 +4,8 @@ import torch
 import transformers
 from peft import LoraConfig, get_peft_model
 
+from grpo_nb.model.float8 import Float8Weight
+
 MIXED = dict(
     num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=6
 )
@@ -76,3 +78,8 @@ def dense_model(name, dtype=torch.float32, lora=False, **changes):
             )
             model = get_peft_model(model, adapters)
     return model.eval()
+
+
+def float8_weights(model):
+    "The weights of a model that are stored in float8, by the parameter's name."
+    return {name: p for name, p in model.named_parameters() if isinstance(p, Float8Weight)}

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from dense_models import float8_weights
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -165,7 +166,7 @@ def test_a_run_trains_the_base_that_is_asked_for(command, tmp_path, monkeypatch)
         kept[" ".join(flag)] = model
         assert (settings.model_init_kwargs is None) == bool(flag)
     assert kept[""] == str(tmp_path)
-    assert grpo_nb.model.float8.float8_weights(kept["--fp8 row"])
+    assert float8_weights(kept["--fp8 row"])
     weight = kept["--mxfp4"].model.layers[0].mlp.up_proj.weight
     assert len(weight[0].abs().unique()) <= 8  # 32 numbers with one scale: 0, .5, 1, ... 6
 

@@ -6,6 +6,7 @@ import types
 
 import pytest
 import torch
+from dense_models import float8_weights
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
@@ -13,7 +14,6 @@ from transformers import AutoConfig, Qwen3Config, Qwen3ForCausalLM
 from grpo_nb import FastLanguageModel, FastVisionModel, GRPOConfig, GRPOTrainer, SamplingParams
 from grpo_nb.compat import fast
 from grpo_nb.model.export import save_mxfp4
-from grpo_nb.model.float8 import float8_weights
 from grpo_nb.model.packed import PackedWeight
 from grpo_nb.model.tiny import tiny_gpt_oss
 

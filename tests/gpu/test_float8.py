@@ -5,14 +5,12 @@ import copy
 
 import pytest
 import torch
+from dense_models import float8_weights
 from small_decoders import by_modules
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from grpo_nb import RolloutEngine, SamplingParams, load_model
-from grpo_nb.model.float8 import (
-    as_float8,
-    float8_weights,
-)
+from grpo_nb.model.float8 import as_float8
 from grpo_nb.model.tiny import tiny_gpt_oss
 
 DEVICE = "cuda"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dense_models import float8_weights
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -52,11 +53,6 @@ IDS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
 def bits(t):
     return t.view(torch.uint8)
-
-
-def float8_weights(model):
-    "The weights of a model that are stored in float8, by the parameter's name."
-    return {name: p for name, p in model.named_parameters() if isinstance(p, Float8Weight)}
 
 
 def theirs(block):
