@@ -16,6 +16,7 @@ it can after; every answer to the 1,319 test problems is judged, before and afte
                  no_form   as `anywhere`, and nothing for the last line
         --supervised       the same rows and seconds, imitating GSM8K's worked solutions
         --scale, --beta, --rate, --group, --mask-truncated   what guides advise to change
+        --only-gib 14.5    as much of the card's memory as a T4 has
         --server URL --staleness N   completions from a vLLM or `grpo-nb serve`
         --save N, --resume checkpoints, and on from the newest (`two_cards_lost.sh`)
     torchrun --nproc-per-node 2 benchmarks/gsm8k.py ... run
@@ -427,6 +428,9 @@ def write(arguments, record):
 def run(arguments):
     "Train once; answers before and after."
     name, record, prompt = name_of(arguments), facts(arguments), prompt_of(arguments)
+    if arguments.only_gib:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(arguments.only_gib * 2**30 / total)
     trainer, kept, _ = make_trainer(arguments, arguments.out / name)
     model, tokenizer = trainer.model, trainer.processing_class
     if arguments.before and FIRST:
@@ -807,6 +811,7 @@ def main():
     parser.add_argument("--greedy", action="store_true", help="judged greedily in 400 tokens alone")
     parser.add_argument("--scale", choices=("group", "batch", "none"), default="group")
     parser.add_argument("--beta", type=float, default=0.0)
+    parser.add_argument("--only-gib", type=float)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--server", help="address of a vLLM or `grpo-nb serve` that draws")
