@@ -93,7 +93,7 @@ def drawn(arguments, model, tokenizer):
 
 def write(arguments, record):
     "DIR/NAME.json."
-    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(record, indent=0))
+    (arguments.out / f"{arguments.name}.json").write_text(json.dumps(record))
 
 
 def sampled(arguments, model, tokenizer):

@@ -261,12 +261,12 @@ def trainer_of(
 ) -> GRPOTrainer:  # ValueError with what is wrong; nothing has been written then
     "A trainer with everything that a recipe names."
     check_complete(recipe)
-    data, config = recipe.data, recipe.config
+    data, config, own = recipe.data, recipe.config, recipe.data.dataset_train_split
     OneRun(config.output_dir).check_free()  # before minutes of loading
     tell(f"reading the rows of {data.dataset_name}")
-    rewards, train = rewards_of(data), load_rows(data, data.dataset_train_split)
+    rewards, train = rewards_of(data), load_rows(data, own)
     test = data.dataset_test_split if config.eval_strategy != "no" else ""
-    if data.dataset_train_split in (test, test.partition("[")[0]):
+    if own in (test, test.partition("[")[0]) or test == own.partition("[")[0]:
         raise ValueError(f"dataset_test_split={test!r} has rows that are trained on: {CUT}")
     held_out = load_rows(data, test) if test else None
     tell(f"reading the model {recipe.model.model_name_or_path}")

@@ -215,6 +215,26 @@ def test_runs_wait_for_cards_and_for_one_another(tmp_path):
     assert "there:" not in said
 
 
+@pytest.mark.parametrize("words, temperature", [([], 1.0), (["--temperature", 0.6], 0.6)])
+def test_sixty_four_answers_to_each_problem(words, temperature, command, tmp_path, monkeypatch):
+    import gsm8k
+
+    def answered(model, tokenizer, prompts, answers, **given):
+        assert given["temperature"] == temperature and len(prompts) == len(answers) == 128
+        texts = [f"\\boxed{{{5 if i % 64 < 3 else 7}}}" for i in range(128)]
+        return dict(marks="", right=0.5), texts
+
+    monkeypatch.setattr(gsm8k, "answered", answered)
+    monkeypatch.setattr(gsm8k, "loaded", lambda arguments: ("model", "tokenizer"))
+    rows = [dict(question="2 + 3?", answer="#### 5"), dict(question="3 + 4?", answer="#### 7")]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command("model", "--data", tmp_path, "--out", tmp_path, "samples", "--name", "one", *words)
+    record = json.loads((tmp_path / "one_samples.json").read_text())
+    assert record["samples"]["counts"] == [3, 61]
+    assert record["samples"]["votes"] == [[3, [61], 0], [61, [3], 0]]
+    assert record["arguments"]["temperature"] == temperature
+
+
 def test_samples_of_after_stand_beside_those_of_before(capsys):
     "Differences and moves, on three problems: never, once and always right."
     from gsm8k import show_samples

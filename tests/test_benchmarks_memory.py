@@ -622,6 +622,7 @@ def test_two_versions_take_turns(tmp_path):
             len(told["seconds"]) == 2 and min(told["seconds"]) > 0 for told in found.values()
         )
     assert len(re.findall(r"; x [\d.]+ \(", ran.stdout)) == 3
+    assert ran.stdout.count(" ms a step\n") == 4  # of what draws alone
 
 
 def test_every_table_of_the_page_names_machine_versions_and_day():

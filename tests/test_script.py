@@ -250,7 +250,13 @@ def test_evaluation_takes_the_second_part_and_a_reward_of_a_file(tmp_path, capsy
 
 
 @pytest.mark.parametrize(
-    "trained, test", [("train", "train[3:]"), ("train", "train"), ("a[:9]", "a[:9]")]
+    "trained, test",
+    [
+        ("train", "train[3:]"),
+        ("train", "train"),
+        ("train[:3]", "train"),
+        ("train[:3]", "train[:3]"),
+    ],
 )
 def test_rows_that_are_trained_on_are_no_evaluation(trained, test, tmp_path, capsys):
     words = ["--eval_strategy", "steps", "--dataset_train_split", trained]
